@@ -1,0 +1,1 @@
+"""What a layout is: mesh, axes, spec, plan, and the movement of tensors between layouts."""
