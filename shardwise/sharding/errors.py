@@ -85,6 +85,10 @@ class PatternError(PlanError):
     """A pattern that is malformed or matches nothing."""
 
 
+class OptimError(ShardwiseError, ValueError):
+    """A hyperparameter that no optimizer can have, or transforms that do not chain."""
+
+
 class LowerError(ShardwiseError):
     """A plan, loss function and optimizer that do not fit together."""
 

@@ -1,0 +1,28 @@
+# Each target is complete on a fresh machine with Python 3.11 or newer: it makes .venv and installs.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: demo test lint bench
+
+demo: $(INSTALLED)
+	$(BIN)/shardwise demo --ranks 4 --zero 3
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/host_overhead.py
+
+# torch first and alone: it is most of the download, and its version decides the rest.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,testing]"
+	touch $@

@@ -1,0 +1,54 @@
+"""What a run of the demo is asked to do, and what it found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """One run of the demo; plain data, so that it can be sent to every rank.
+
+    Args:
+        zero: ZeRO level, 0 (replicated) to 3.
+        steps: optimizer steps.
+        rows: rows of the global batch, cut over the ranks.
+        seed: of weights and batches.
+        learning_rate: peak of the schedule.
+        check: repeat the first steps against the split reference.
+        out: folder for the weights, relative to where the demo was started.
+    """
+
+    zero: int = 3
+    steps: int = 200
+    rows: int = 64
+    seed: int = 0
+    learning_rate: float = 3e-3
+    check: bool = False
+    out: str = "runs/demo"
+
+
+class Traffic(NamedTuple):
+    """Collectives of one step and their payload on one rank."""
+
+    count: int
+    payload_bytes: int
+
+
+class Outcome(NamedTuple):
+    """Figures of a finished run, the same on every rank; losses in nats per byte."""
+
+    ranks: int
+    train_loss: float
+    eval_loss: float
+    unigram_nats: float
+    tokens_per_second: float
+    predicted_bytes: int
+    measured_bytes: int
+    predicted: Traffic
+    executed: Traffic
+    same_collectives: bool
+    largest_difference: float | None
+    weights: str
+    sample: str

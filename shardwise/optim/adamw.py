@@ -1,0 +1,178 @@
+"""AdamW: the definition as pure functions, and the same step in place on flat groups."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+
+from shardwise.optim.base import GradientTransform, Tensors
+from shardwise.optim.checks import check_fraction, check_non_negative
+from shardwise.optim.flat import on_whole_vectors, scaled
+from shardwise.optim.schedules import Schedule, as_schedule, first_count
+from shardwise.sharding.errors import strict_keywords
+
+
+class AdamWState(NamedTuple):
+    """Steps taken, the rate of the last one, and the two moments."""
+
+    count: Tensor  # 0-dim int64
+    learning_rate: Tensor  # 0-dim float64; before the first step, the rate that it will have
+    mu: Tensors  # like params
+    nu: Tensors  # like params
+
+
+class _Settings(NamedTuple):
+    schedule: Schedule
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+@strict_keywords
+def adamw(
+    learning_rate: float | Schedule,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> GradientTransform:
+    """Adam with decoupled weight decay; the same step as `torch.optim.AdamW`.
+
+    Keeps two moments per parameter: state is `2 * nbytes(params)`. On the CPU the in-place form
+    needs one group's size more while it runs if there is a scale or a gradient of another dtype;
+    on other devices one more. Its bits do not depend on how a group is cut.
+
+    Args:
+        learning_rate: a rate, or a schedule from the count of steps taken.
+        betas: decay of the first and second moment per step.
+        eps: added to the root of the second moment.
+        weight_decay: fraction of a parameter removed per step, times the rate.
+
+    Raises:
+        OptimError: a hyperparameter out of range.
+        TypeError: an unknown keyword; the nearest is named.
+
+    >>> optimizer = adamw(0.1, weight_decay=0.0)
+    >>> params = {"w": torch.tensor([1.0, 2.0])}
+    >>> state = optimizer.init(params)
+    >>> updates, state = optimizer.update({"w": torch.tensor([0.5, -3.0])}, state, params)
+    >>> updates["w"]
+    tensor([-0.1000,  0.1000])
+
+    References:
+        Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019, algorithm 2.
+    """
+    beta1, beta2 = betas
+    check_fraction("adamw", "betas[0]", beta1, usual="betas=(0.9, 0.999)")
+    check_fraction("adamw", "betas[1]", beta2, usual="betas=(0.9, 0.999)")
+    check_non_negative("adamw", "eps", eps, usual="eps=1e-8")
+    check_non_negative("adamw", "weight_decay", weight_decay, usual="weight_decay=0.01")
+    schedule = as_schedule("adamw", learning_rate)
+    settings = _Settings(schedule, beta1, beta2, eps, weight_decay)
+    return GradientTransform(
+        init=partial(_init, settings),
+        update=partial(_update, settings),
+        apply=partial(_apply, settings),
+    )
+
+
+def _init(settings: _Settings, params: Tensors) -> AdamWState:
+    count = first_count(params)
+    return AdamWState(
+        count,
+        settings.schedule(count).to(torch.float64),
+        mu={key: torch.zeros_like(value) for key, value in params.items()},
+        nu={key: torch.zeros_like(value) for key, value in params.items()},
+    )
+
+
+@torch.no_grad()
+def _update(
+    settings: _Settings, grads: Tensors, opt_state: AdamWState, params: Tensors, **_extra: Any
+) -> tuple[Tensors, AdamWState]:
+    _, beta1, beta2, eps, weight_decay = settings
+    rate = settings.schedule(opt_state.count).to(torch.float64)
+    count = opt_state.count + 1
+    mu, nu, updates = dict(opt_state.mu), dict(opt_state.nu), {}
+    for key in grads:
+        param, grad = params[key], scaled(grads[key], params[key], None)
+        mu[key] = beta1 * mu[key] + (1 - beta1) * grad
+        nu[key] = beta2 * nu[key] + (1 - beta2) * grad.square()
+        mean = mu[key] / _arrived(beta1, count)
+        root = (nu[key] / _arrived(beta2, count)).sqrt()
+        updates[key] = (-rate * (mean / (root + eps) + weight_decay * param)).to(param.dtype)
+    return updates, AdamWState(count, rate, mu, nu)
+
+
+@torch.no_grad()
+def _apply(
+    settings: _Settings,
+    params: Tensors,
+    grads: Tensors,
+    opt_state: AdamWState,
+    *,
+    scale: Tensor | None = None,
+    **_extra: Any,
+) -> tuple[Tensors, AdamWState]:
+    opt_state.learning_rate.copy_(settings.schedule(opt_state.count))
+    opt_state.count.add_(1)
+    for key, grad in grads.items():
+        step = _step_fused if params[key].device.type == "cpu" else _step_plain
+        step(settings, opt_state, key, params[key], scaled(grad, params[key], scale))
+    return params, opt_state
+
+
+def _arrived(beta: float, count: Tensor) -> Tensor:
+    """The part of a moment, started at zero, that `count` steps have filled."""
+    return 1 - torch.pow(beta, count.to(torch.float64))
+
+
+def _step_fused(
+    settings: _Settings, opt_state: AdamWState, key: str, param: Tensor, grad: Tensor
+) -> None:
+    """One pass over memory on the CPU, three times as fast as `_step_plain`."""
+
+    def kernel(param: Tensor, mu: Tensor, nu: Tensor, grad: Tensor) -> None:
+        torch_adamw(
+            [param],
+            [grad],
+            [mu],
+            [nu],
+            [],
+            [(opt_state.count - 1).to(torch.float32)],  # torch adds 1 to this copy
+            fused=True,
+            amsgrad=False,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            lr=opt_state.learning_rate,
+            weight_decay=settings.weight_decay,
+            eps=settings.eps,
+            maximize=False,
+        )
+
+    written = [param, opt_state.mu[key], opt_state.nu[key]]
+    on_whole_vectors(kernel, written=written, read=[grad])
+
+
+def _step_plain(
+    settings: _Settings, opt_state: AdamWState, key: str, param: Tensor, grad: Tensor
+) -> None:
+    """Elementwise operations, with 0-dim tensors for whatever depends on the count.
+
+    torch's fused kernel wants the rate as float32 on other devices: too coarse for float64.
+    """
+    _, beta1, beta2, eps, weight_decay = settings
+    rate, mu, nu = opt_state.learning_rate, opt_state.mu[key], opt_state.nu[key]
+    first = _arrived(beta1, opt_state.count)
+    root = _arrived(beta2, opt_state.count).sqrt()
+    mu.lerp_(grad, 1 - beta1)
+    nu.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    # m/first / (sqrt(v)/root + eps), with both corrections moved into the two 0-dim numbers.
+    change = nu.sqrt().add_(eps * root)
+    torch.div(mu, change, out=change)
+    param.mul_(1 - rate * weight_decay).sub_(change.mul_(rate * root / first))

@@ -1,0 +1,120 @@
+"""The protocol: an optimizer is a few pure functions, and one optional in-place form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+Tensors: TypeAlias = dict[str, Tensor]
+Couples: TypeAlias = Literal["element", "tensor", "tree"]
+
+
+class EmptyState(NamedTuple):
+    """The state of a transform that remembers nothing."""
+
+
+class GradientTransform(NamedTuple):
+    """A function from gradients to updates, with state.
+
+    `params`, `grads` and the dicts inside a state share their keys: bucket names with flat
+    1-D local groups in a program, parameter paths with whole tensors in plain use. A key that
+    is absent from `grads` keeps its value and its state.
+
+    Attributes:
+        init: `init(params) -> opt_state`. Reads shapes, dtypes and devices only.
+        update: `update(grads, opt_state, params, **extra) -> (updates, opt_state)`. The
+            definition and the oracle: pure, out of place, `new = params + updates`.
+        apply: `apply(params, grads, opt_state, *, scale=None, **extra) -> (params, opt_state)`.
+            Writes params and state in place and returns the same objects; `grads` is only
+            read. `scale` is a 0-dim tensor that multiplies the gradients. None when the
+            transform has no in-place form.
+        couples: what must be seen whole at once, given the extras in `needs`: any single
+            `"element"`, a `"tensor"`, or the `"tree"`.
+        needs: names of the extras that a caller whose gradients are cut must pass. `"norm"` is
+            the 2-norm of all gradients after `scale`, as a 0-dim tensor.
+        factor: `factor(grads, opt_state, *, scale=None, **extra) -> (factor, opt_state)`. Present
+            when all that the transform does is multiply every gradient by one 0-dim factor.
+    """
+
+    init: Callable[[Tensors], Any]
+    update: Callable[..., tuple[Tensors, Any]]
+    apply: Callable[..., tuple[Tensors, Any]] | None = None
+    couples: Couples = "element"
+    needs: frozenset[str] = frozenset()
+    factor: Callable[..., tuple[Tensor, Any]] | None = None
+
+
+def from_factor(
+    init: Callable[[Tensors], Any],
+    factor: Callable[..., tuple[Tensor, Any]],
+    *,
+    needs: frozenset[str] = frozenset(),
+) -> GradientTransform:
+    """A transform whose whole effect is one factor, such as clipping by the global norm.
+
+    Args:
+        init: makes the state from the params.
+        factor: the factor, see `GradientTransform.factor`.
+        needs: the extras that `factor` reads.
+
+    >>> halve = from_factor(lambda params: EmptyState(),
+    ...                     lambda grads, opt_state, **extra: (torch.tensor(0.5), opt_state))
+    >>> halve.update({"w": torch.tensor([4.0])}, EmptyState(), {})[0]
+    {'w': tensor([2.])}
+    """
+
+    def update(
+        grads: Tensors, opt_state: Any, params: Tensors | None = None, **extra: Any
+    ) -> tuple[Tensors, Any]:
+        del params
+        value, opt_state = factor(grads, opt_state, **extra)
+        return multiply(grads, value), opt_state
+
+    return GradientTransform(init, update, needs=needs, factor=factor)
+
+
+def multiply(grads: Tensors, factor: Tensor) -> Tensors:
+    """Every gradient times one 0-dim factor, each in its own dtype."""
+    # The cast matters for 0-dim gradients: there the product takes the wider dtype of the two.
+    return {key: (grad * factor).to(grad.dtype) for key, grad in grads.items()}
+
+
+def apply_in_place(
+    transform: GradientTransform,
+    params: Tensors,
+    grads: Tensors,
+    opt_state: Any,
+    *,
+    scale: Tensor | None = None,
+    **extra: Any,
+) -> tuple[Tensors, Any]:
+    """Take one step in place: by `apply` where there is one, else by `update` and an addition.
+
+    Args:
+        transform: any transform.
+        params: written in place.
+        grads: read only.
+        opt_state: written in place by `apply`; replaced by `update`.
+        scale: a 0-dim tensor that multiplies the gradients.
+        extra: what `transform.needs` names.
+
+    Returns:
+        `params` (the same dict) and the new state.
+
+    >>> halve = from_factor(lambda params: EmptyState(),
+    ...                     lambda grads, opt_state, **extra: (torch.tensor(0.5), opt_state))
+    >>> params = {"w": torch.tensor([1.0])}
+    >>> apply_in_place(halve, params, {"w": torch.tensor([4.0])}, EmptyState())[0]
+    {'w': tensor([3.])}
+    """
+    if transform.apply is not None:
+        return transform.apply(params, grads, opt_state, scale=scale, **extra)
+    with torch.no_grad():
+        scaled = grads if scale is None else multiply(grads, scale)
+        updates, opt_state = transform.update(scaled, opt_state, params, **extra)
+        for key, change in updates.items():
+            params[key].add_(change)
+    return params, opt_state

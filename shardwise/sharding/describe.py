@@ -1,0 +1,194 @@
+"""Plans as text: the table, the differences between two plans, and why a parameter lies so."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.sharding.derived import Derived
+from shardwise.sharding.edits import Edit, KeepEdit, PrefetchEdit, TreeAtEdit
+from shardwise.sharding.homes import HOMES
+from shardwise.sharding.repeats import collapse, render_group
+from shardwise.sharding.spec import Spec, local_shape
+from shardwise.sharding.tree import selects
+from shardwise.sharding.units import ParamInfo
+
+_LAYOUTS = (*HOMES, "compute")
+_COLUMNS = ("path", "shape", "axes", *_LAYOUTS, "at rest")
+_UNIT_BYTES = 1024
+
+
+def describe(derived: Derived) -> str:
+    """The table of a plan: repeated blocks in one line, bytes per rank, settings below.
+
+    `pad n` marks an uneven cut: so many rows of padding over all ranks, on the wire only.
+    Parameters rest once; the master copy counts beside them where `opt` lies elsewhere or has
+    another dtype. The moments of the optimizer are known only to `lower`.
+    """
+    rows = {info.path: _row(derived, info) for info in derived.infos}
+    rest_bytes = {info.path: rest_bytes_per_rank(derived, info) for info in derived.infos}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in _COLUMNS:
+        table.add_column(column, justify="right" if column == "at rest" else "left", no_wrap=True)
+    for group in collapse(rows, lambda path: (rows[path], rest_bytes[path])):
+        total = sum(rest_bytes[path] for path in group)
+        table.add_row(*map(Text, (render_group(group), *rows[group[0]], format_bytes(total))))
+    lines = _render(table).splitlines()
+    return "\n".join([*(line.rstrip() for line in lines), *_footer(derived, rest_bytes)])
+
+
+def rest_bytes_per_rank(derived: Derived, info: ParamInfo) -> int:
+    """Bytes of a parameter, and of its master copy if it has one, on every rank between steps."""
+    specs = {derived.params[info.path]}
+    if info.path in derived.opt:
+        specs.add(derived.opt[info.path])
+    return sum(_local_bytes(derived, info, spec) for spec in specs)
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes in the largest binary unit that keeps it above one.
+
+    >>> format_bytes(512), format_bytes(3 * 1024**3)
+    ('512 B', '3.0 GiB')
+    """
+    if count < _UNIT_BYTES:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= _UNIT_BYTES
+        if count < _UNIT_BYTES:
+            return f"{count:.1f} {unit}"
+    return f"{count / _UNIT_BYTES:.1f} TiB"
+
+
+def difference(old: Derived, new: Derived) -> tuple[str, ...]:
+    """One line per difference, repeated parameters in one line."""
+    return tuple(_difference(old, new))
+
+
+def explain(derived: Derived, info: ParamInfo, edits: Iterable[tuple[Edit, str]]) -> str:
+    """Edits that touch a parameter, in replay order, and the specs that result."""
+    names = f"  (also {', '.join(info.aliases)})" if info.aliases else ""
+    head = f"{info.path}{names}   shape {info.shape}   axes '{info.axes}'   {derived.mesh!r}"
+    touching = [
+        f"  {edit.by or edit.kind}  [{edit.phase}]  {site}"
+        for edit, site in edits
+        if _touches(derived, info, edit)
+    ]
+    specs = [
+        f"  {layout + ':':9}{getattr(derived, layout)[info.path]}"
+        for layout in _LAYOUTS
+        if info.path in getattr(derived, layout)
+    ]
+    return "\n".join([head, *(touching or ["  no edit touches it"]), *specs])
+
+
+def _row(derived: Derived, info: ParamInfo) -> tuple[str, ...]:
+    specs = (getattr(derived, layout).get(info.path) for layout in _LAYOUTS)
+    cells = ("-" if spec is None else _cell(derived, info, spec) for spec in specs)
+    return str(info.shape), str(info.axes), *cells
+
+
+def _cell(derived: Derived, info: ParamInfo, spec: Spec) -> str:
+    """A spec as text: `whole` when it only repeats the axes, with the rows an uneven cut pads."""
+    if not spec.shards:
+        return str(spec).replace(str(info.axes), "whole", 1)
+    parts = [derived.mesh.product(spec.dim_axes(dim)) for dim in range(len(info.shape))]
+    padding = sum(-size % count for size, count in zip(info.shape, parts, strict=True))
+    return f"{spec} pad {padding}" if padding else str(spec)
+
+
+def _render(table: Table) -> str:
+    # A console that is no terminal: neither colour nor wrapping may depend on where we print.
+    console = Console(
+        file=io.StringIO(), width=10_000, color_system=None, force_terminal=False, _environ={}
+    )
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def _footer(derived: Derived, rest_bytes: Mapping[str, int]) -> Iterator[str]:
+    numel = sum(math.prod(info.shape) for info in derived.infos)
+    frozen = [info for info in derived.infos if not info.trainable]
+    units = sum(unit.kind == "unit" for unit in derived.units)
+    kept = ", ".join(map(render_group, collapse(sorted(derived.keep))))
+    settings = [
+        f"batch over {', '.join(derived.batch) or 'no axis'}",
+        f"prefetch {derived.prefetch}",
+        *([f"kept gathered: {kept}"] if kept else []),
+    ]
+    yield ""
+    yield (
+        f"{derived.mesh!r}   {len(derived.infos)} parameters, {numel:,} elements"
+        f"{f', {len(frozen)} frozen' if frozen else ''}   {units} units"
+    )
+    yield "   ".join(settings)
+    yield f"at rest per rank: {format_bytes(sum(rest_bytes.values()))} (optimizer moments: see lower)"
+
+
+def _local_bytes(derived: Derived, info: ParamInfo, spec: Spec) -> int:
+    block = local_shape(spec, info.shape, derived.mesh)
+    return math.prod(block) * getattr(torch, spec.dtype).itemsize
+
+
+def _touches(derived: Derived, info: ParamInfo, edit: Edit) -> bool:
+    if isinstance(edit, PrefetchEdit):
+        return False
+    if isinstance(edit, TreeAtEdit):
+        return edit.path in info.names
+    names = info.names
+    if isinstance(edit, KeepEdit):
+        names = tuple(unit.name for unit in derived.units if info.path in unit.params)
+    return all(selects(clause, names) for clause in edit.where)
+
+
+def _difference(old: Derived, new: Derived) -> Iterator[str]:
+    for setting in ("mesh", "batch", "prefetch", "precision"):
+        before, after = getattr(old, setting), getattr(new, setting)
+        if before != after:
+            yield f"{setting}: {before!r} -> {after!r}"
+    if old.keep != new.keep:
+        yield f"keep: {sorted(old.keep)} -> {sorted(new.keep)}"
+    yield from _info_difference(old, new)
+    for layout in _LAYOUTS:
+        yield from _spec_difference(layout, getattr(old, layout), getattr(new, layout))
+    before, after = ({unit.name: unit for unit in each.units} for each in (old, new))
+    for name in dict.fromkeys([*before, *after]):
+        if before.get(name) != after.get(name):
+            yield f"unit {name!r}: {before.get(name)} -> {after.get(name)}"
+
+
+def _info_difference(old: Derived, new: Derived) -> Iterator[str]:
+    before, after = ({info.path: info for info in each.infos} for each in (old, new))
+    changes: dict[str, str] = {}
+    for path in dict.fromkeys([*before, *after]):
+        a, b = before.get(path), after.get(path)
+        if a is None or b is None:
+            changes[path] = "only in the second plan" if a is None else "only in the first plan"
+        elif a != b:
+            parts = ("shape", "dtype", "trainable", "axes", "aliases")
+            pairs = [(part, getattr(a, part), getattr(b, part)) for part in parts]
+            changes[path] = ", ".join(f"{part} {x} -> {y}" for part, x, y in pairs if x != y)
+    yield from _grouped(changes, "")
+
+
+def _spec_difference(
+    layout: str, old: Mapping[str, Spec], new: Mapping[str, Spec]
+) -> Iterator[str]:
+    changes = {
+        path: f"'{old.get(path, '-')}' -> '{new.get(path, '-')}'"
+        for path in dict.fromkeys([*old, *new])
+        if old.get(path) != new.get(path)
+    }
+    yield from _grouped(changes, f"{layout} ")
+
+
+def _grouped(changes: Mapping[str, str], head: str) -> Iterator[str]:
+    for group in collapse(changes, lambda path: changes[path]):
+        yield f"{head}{render_group(group)}: {changes[group[0]]}"

@@ -1,0 +1,150 @@
+"""The private template: a copy of the user's module whose parameters are placeholders.
+
+The user's module is never touched. In the copy every parameter is a `Placeholder` on the meta
+device until its unit is entered; then plain tensors are bound in its place. A placeholder answers
+questions about shape and dtype; used in a computation it asks the engine for its value, which binds
+it or says where the parameter may be read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from shardwise.sharding.compat import plain_tensors
+from shardwise.sharding.errors import LowerError
+from shardwise.sharding.plan import ParamInfo
+
+Resolve = Callable[[str], Tensor]
+
+_ANSWERED_BY_META = frozenset(
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "requires_grad", "ndim", "is_leaf", "layout", "grad", "is_meta")
+) | {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.ndimension,
+    Tensor.stride,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.is_contiguous,
+    Tensor.__len__,
+}
+_DEVICE = Tensor.device.__get__
+
+
+class Placeholder(torch.Tensor):
+    """A parameter that is not bound: its shape and dtype, without values."""
+
+    path: str
+    resolve: Resolve
+    device_bound: torch.device
+    _is_param = True
+
+    @classmethod
+    def make(cls, info: ParamInfo, device: torch.device) -> Placeholder:
+        """A placeholder for one parameter of the plan."""
+        empty = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="meta")
+        self = torch.Tensor._make_subclass(cls, empty, info.trainable)
+        self.path = info.path
+        self.device_bound = device
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer from the meta tensor, or compute with what the engine has bound."""
+        if func is _DEVICE:
+            return args[0].device_bound
+        if func in _ANSWERED_BY_META:
+            with plain_tensors():
+                return func(*args, **(kwargs or {}))
+        args, keywords = optree.tree_map(_value, (args, dict(kwargs or {})), none_is_leaf=True)
+        return func(*args, **keywords)
+
+    def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"Placeholder({self.path!r}, shape={tuple(self.shape)})"
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.resolve(leaf.path) if isinstance(leaf, Placeholder) else leaf
+
+
+@dataclass(frozen=True)
+class Template:
+    """A module copy and where each parameter is bound in it.
+
+    Args:
+        module: the copy.
+        placeholders: by parameter path.
+        sites: per path the `(_parameters, name)` of every module that holds it; ties have several.
+    """
+
+    module: nn.Module
+    placeholders: Mapping[str, Placeholder]
+    sites: Mapping[str, tuple[tuple[dict[str, Any], str], ...]]
+
+    def watch(self, resolve: Resolve) -> None:
+        """Say who gives a value to a placeholder that is used in a computation."""
+        for placeholder in self.placeholders.values():
+            placeholder.resolve = resolve
+
+
+def make_template(
+    module: nn.Module, infos: Iterable[ParamInfo], device: torch.device
+) -> Template:
+    """Copy `module` with placeholders for its parameters and its buffers copied to `device`.
+
+    Raises:
+        LowerError: the module cannot be copied, or is not the one the plan was made from.
+    """
+    by_path = {info.path: info for info in infos}
+    params = dict(module.named_parameters())
+    if params.keys() != by_path.keys():
+        odd = sorted(params.keys() ^ by_path.keys())
+        raise LowerError(
+            f"The module does not have the parameters of the plan: {len(odd)} differ.",
+            facts=odd[:5],
+            why="A plan belongs to the module it was made from (paths are named_parameters()).",
+            fix="pass the module that the plan was made from, or make the plan again",
+            differing=len(odd),
+        )
+    placeholders = {path: Placeholder.make(info, device) for path, info in by_path.items()}
+    memo: dict[int, Any] = {id(params[path]): placeholders[path] for path in by_path}
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach().clone()
+    try:
+        copied = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise LowerError(
+            f"{type(module).__name__} cannot be copied: {error}",
+            why="The step runs on a private copy, so that your module stays as it is.",
+            fix="make the module deep-copyable (no open files, locks or generators in it)",
+        ) from error
+    return Template(copied, placeholders, _find_sites(copied, placeholders))
+
+
+def _find_sites(
+    module: nn.Module, placeholders: Mapping[str, Placeholder]
+) -> dict[str, tuple[tuple[dict[str, Any], str], ...]]:
+    paths = {id(placeholder): path for path, placeholder in placeholders.items()}
+    sites: dict[str, list[tuple[dict[str, Any], str]]] = {path: [] for path in placeholders}
+    for child in module.modules():
+        for name, value in child._parameters.items():
+            if id(value) in paths:
+                sites[paths[id(value)]].append((child._parameters, name))
+    return {path: tuple(found) for path, found in sites.items()}

@@ -1,0 +1,286 @@
+"""The one choke point through which tensors move between ranks; it executes, records and checks.
+
+A `Collective` is what lowering predicts; `Mover` runs it on a `Transport` (a process group, the
+simulation, or nothing) and refuses any call whose kind, axis or bytes were not predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.sharding.errors import ImplicitCommError
+from shardwise.sharding.layout import Regroup
+from shardwise.sharding.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective over one mesh axis.
+
+    Args:
+        kind: `all_gather`, `reduce_scatter` or `all_reduce`.
+        axis: the mesh axis it runs over.
+        nbytes: payload bytes that leave one rank: `(n - 1) / n` of the full buffer, twice that
+            for an all-reduce.
+        unit: whose tensors move; `""` is the root.
+        reason: `forward`, `backward`, `grads`, `scalars`, `buffers`, `norm`, `update`.
+    """
+
+    kind: str
+    axis: str
+    nbytes: int
+    unit: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.kind:<14} {self.axis:<8} {self.nbytes:>14,} B  {self.reason:<8} {self.unit}"
+
+
+class Pending(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> Any:
+        """Return when the result may be read."""
+        ...
+
+
+class Transport(Protocol):
+    """What moves bytes; `None` as a result means that the call has already finished."""
+
+    def all_gather(self, out: Tensor, mine: Tensor, axis: str) -> Pending | None:
+        """Concatenate `mine` of every rank along `axis`, in rank order, into flat `out`."""
+        ...
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, axis: str) -> Pending | None:
+        """Sum this rank's part of `whole` over the axis, in rank order, into flat `out`."""
+        ...
+
+    def all_reduce(self, whole: Tensor, axis: str) -> Pending | None:
+        """Sum over the axis in place."""
+        ...
+
+    def broadcast(self, whole: Tensor) -> None:
+        """Overwrite with the values of rank 0 of the job."""
+        ...
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The values of all ranks of the job, in rank order."""
+        ...
+
+
+class Alone:
+    """The transport of a world of one."""
+
+    def all_gather(self, out: Tensor, mine: Tensor, axis: str) -> None:
+        """Copy."""
+        out.copy_(mine)
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, axis: str) -> None:
+        """Copy."""
+        out.copy_(whole)
+
+    def all_reduce(self, whole: Tensor, axis: str) -> None:
+        """Nothing to add."""
+
+    def broadcast(self, whole: Tensor) -> None:
+        """Nothing to fetch."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The one value."""
+        return [value]
+
+
+class Mover:
+    """Runs predicted collectives for one rank, in order, and records what ran.
+
+    Args:
+        mesh: names and sizes of the axes.
+        rank: position of this rank in the mesh.
+        transport: what moves the bytes.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, transport: Transport) -> None:
+        self.mesh = mesh
+        self.rank = rank
+        self.coords = mesh.coords(rank)
+        self.transport = transport
+        self.executed: list[Collective] = []
+        self.busy = False
+        self._expected: tuple[Collective, ...] = ()
+
+    def begin(self, expected: Sequence[Collective]) -> None:
+        """Start a call whose collectives are known."""
+        self._expected = tuple(expected)
+        self.executed = []
+
+    def expect(self, more: Sequence[Collective]) -> None:
+        """Add what is known only now."""
+        self._expected = (*self._expected, *more)
+
+    def end(self) -> None:
+        """Check that everything predicted has run."""
+        if len(self.executed) != len(self._expected):
+            missing = self._expected[len(self.executed)]
+            raise ImplicitCommError(
+                "A call ended before all its predicted collectives had run.",
+                facts=[f"ran {len(self.executed)} of {len(self._expected)}; next was", str(missing)],
+                why="Collectives that run equal lowered.collectives(), on every rank.",
+                fix="report this with the plan: it is a fault of shardwise",
+                ran=len(self.executed),
+                expected=len(self._expected),
+            )
+
+    def all_gather(self, out: Tensor, mine: Tensor, item: Collective) -> Pending | None:
+        """See `Transport.all_gather`; `item` is the prediction."""
+        self._check("all_gather", (self.mesh[item.axis] - 1) * mine.nbytes, item)
+        self.busy = True
+        try:
+            return self.transport.all_gather(out, mine, item.axis)
+        finally:
+            self.busy = False
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, item: Collective) -> Pending | None:
+        """See `Transport.reduce_scatter`; `item` is the prediction."""
+        self._check("reduce_scatter", (self.mesh[item.axis] - 1) * out.nbytes, item)
+        self.busy = True
+        try:
+            return self.transport.reduce_scatter(out, whole, item.axis)
+        finally:
+            self.busy = False
+
+    def all_reduce(self, whole: Tensor, item: Collective) -> Pending | None:
+        """See `Transport.all_reduce`; `item` is the prediction."""
+        self._check("all_reduce", all_reduce_bytes(whole.nbytes, self.mesh[item.axis]), item)
+        self.busy = True
+        try:
+            return self.transport.all_reduce(whole, item.axis)
+        finally:
+            self.busy = False
+
+    def _check(self, kind: str, nbytes: int, item: Collective) -> None:
+        position = len(self.executed)
+        expected = self._expected[position] if position < len(self._expected) else None
+        if expected == item and kind == item.kind and nbytes == item.nbytes:
+            self.executed.append(item)
+            return
+        raise ImplicitCommError(
+            f"Collective {position} is not the one that was predicted.",
+            facts=[
+                f"about to run  {Collective(kind, item.axis, nbytes, item.unit, item.reason)}",
+                f"predicted     {expected or 'nothing more'}",
+            ],
+            why="Collectives that run equal lowered.collectives(), in order, on every rank.",
+            fix="lower again with lower(..., batch=) so that the order of units is known",
+            position=position,
+            nbytes=nbytes,
+        )
+
+
+def all_reduce_bytes(nbytes: int, ranks: int) -> int:
+    """Payload bytes of an all-reduce: a reduce-scatter and an all-gather."""
+    return 2 * nbytes * (ranks - 1) // ranks
+
+
+def gather_items(group: Regroup, unit: str, reason: str) -> tuple[Collective, ...]:
+    """The collectives that turn fine buffers into the stacked whole: major axis first."""
+    items = []
+    nbytes = group.fine.nbytes
+    for axis, size in zip(group.axes, group.sizes, strict=True):
+        items.append(Collective("all_gather", axis, (size - 1) * nbytes, unit, reason))
+        nbytes *= size
+    return tuple(items)
+
+
+def scatter_items(group: Regroup, unit: str, reason: str) -> tuple[Collective, ...]:
+    """The collectives that sum and cut the stacked whole: minor axis first."""
+    items = []
+    nbytes = group.fine.nbytes * group.parts
+    for axis, size in zip(reversed(group.axes), reversed(group.sizes), strict=True):
+        nbytes //= size
+        items.append(Collective("reduce_scatter", axis, (size - 1) * nbytes, unit, reason))
+    return tuple(items)
+
+
+def reduce_items(
+    nbytes: int, axes: Sequence[str], mesh: Mesh, unit: str, reason: str
+) -> tuple[Collective, ...]:
+    """All-reduces of one buffer over several axes: minor axis first."""
+    return tuple(
+        Collective("all_reduce", axis, all_reduce_bytes(nbytes, mesh[axis]), unit, reason)
+        for axis in reversed(axes)
+    )
+
+
+def gather(
+    mover: Mover, mine: Tensor, stack: Tensor, items: Sequence[Collective]
+) -> Pending | None:
+    """Run `gather_items`; only the last collective may still be in flight on return."""
+    part = mine
+    for item in items[:-1]:
+        whole = part.new_empty(part.numel() * mover.mesh[item.axis])
+        finish(mover.all_gather(whole, part, item))
+        part = whole
+    return mover.all_gather(stack, part, items[-1])
+
+
+def scatter(mover: Mover, stack: Tensor, items: Sequence[Collective]) -> Tensor:
+    """Run `scatter_items` and return this rank's flat part of the sum."""
+    whole = stack
+    for item in items:
+        part = whole.new_empty(whole.numel() // mover.mesh[item.axis])
+        finish(mover.reduce_scatter(part, whole, item))
+        whole = part
+    return whole
+
+
+def finish(pending: Pending | None) -> None:
+    """Wait for a collective that may have finished already."""
+    if pending is not None:
+        pending.wait()
+
+
+def packed_items(
+    count: int, axes: Sequence[str], mesh: Mesh, reason: str
+) -> tuple[Collective, ...]:
+    """The collectives of one packed reduction of `count` float64 scalars: minor axis first."""
+    return tuple(
+        Collective("all_gather", axis, (mesh[axis] - 1) * 8 * count, "", reason)
+        for axis in reversed(axes)
+    )
+
+
+def packed_sum(
+    mover: Mover, values: Tensor, items: Sequence[Collective], shared: Tensor | None = None
+) -> Tensor:
+    """Sum a vector of float64 scalars over mesh axes, added in rank order along each axis.
+
+    Args:
+        mover: the choke point.
+        values: flat float64 vector.
+        items: one collective per axis, from `packed_items`.
+        shared: bool `[len(items), n]`; True where an element is equal on all ranks of that axis
+            (a replicated gradient's norm) and counts once.
+
+    Returns:
+        The flat vector of sums, the same bits on every rank.
+    """
+    for row, item in enumerate(items):
+        size = mover.mesh[item.axis]
+        stack = values.new_empty(size * values.numel())
+        finish(mover.all_gather(stack, values, item))
+        parts = stack.view(size, -1)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        values = total if shared is None else torch.where(shared[row], parts[0], total)
+    return values
+
+
+def payload_bytes(items: Sequence[Collective]) -> int:
+    """Payload bytes that leave one rank."""
+    return sum(item.nbytes for item in items)

@@ -1,0 +1,303 @@
+"""A plan: a base (model and mesh) plus edits, and every layout that follows from them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import PurePath
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import nn
+
+from shardwise.sharding.derived import Base, Derived, Precision
+from shardwise.sharding.describe import describe, difference, explain
+from shardwise.sharding.edits import Clauses, Edit
+from shardwise.sharding.errors import PlanError, strict_keywords
+from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.naming import name_axes
+from shardwise.sharding.plan_json import decode, encode
+from shardwise.sharding.replay import replay, replay_order, selected
+from shardwise.sharding.rules import Rules
+from shardwise.sharding.spec import Spec
+from shardwise.sharding.tree import FrozenMap, Where, as_patterns, no_match
+from shardwise.sharding.units import ParamInfo, Unit, find_units, param_infos
+
+
+class Scope(NamedTuple):
+    """What a combinator adds to every edit made inside of it."""
+
+    clauses: Clauses = ()
+    name: str = ""
+
+
+_OUTERMOST = Scope()
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """The layouts of every tensor of a training program; made by `plan`, changed by transforms.
+
+    A plan is its base and its edits: two plans are equal when these are, in phase order, whatever
+    the module, the log and the scope. Everything else is derived from them by replay.
+
+    Args:
+        base: mesh, parameters, units and rules.
+        edits: sorted by phase.
+        log: for every edit the place it was written.
+        module: the user's module, never modified; None after pickling or JSON.
+        scope: set only while a combinator runs.
+    """
+
+    base: Base
+    edits: tuple[Edit, ...] = ()
+    log: tuple[str, ...] = ()
+    module: nn.Module | None = None
+    scope: Scope = _OUTERMOST
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return self.edits == other.edits and self.base == other.base
+
+    def __hash__(self) -> int:
+        return hash((self.base, self.edits))
+
+    def __repr__(self) -> str:
+        made = dict.fromkeys(edit.by or edit.kind for edit in self.edits)
+        return f"Plan({', '.join([repr(self.mesh), f'{len(self.infos)} parameters', *made])})"
+
+    def __str__(self) -> str:
+        return describe(self.derived)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self.base, self.edits, self.log)
+
+    @cached_property
+    def derived(self) -> Derived:
+        """What the edits amount to."""
+        return replay(self.base, self.edits)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, after the edits that split axes."""
+        return self.derived.mesh
+
+    @property
+    def infos(self) -> tuple[ParamInfo, ...]:
+        """Every parameter once, in `named_parameters()` order."""
+        return self.derived.infos
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The root first, then module order."""
+        return self.derived.units
+
+    @property
+    def rules(self) -> Rules | None:
+        """Logical axes to mesh axes."""
+        return self.base.rules
+
+    @property
+    def params(self) -> FrozenMap[str, Spec]:
+        """Where parameters rest."""
+        return self.derived.params
+
+    @property
+    def grads(self) -> FrozenMap[str, Spec]:
+        """Where gradients are reduced to; frozen parameters have no entry."""
+        return self.derived.grads
+
+    @property
+    def opt(self) -> FrozenMap[str, Spec]:
+        """Where optimizer state and master weights rest; frozen parameters have no entry."""
+        return self.derived.opt
+
+    @property
+    def compute(self) -> FrozenMap[str, Spec]:
+        """What parameters look like while their module runs."""
+        return self.derived.compute
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """Mesh axes that split the batch."""
+        return self.derived.batch
+
+    @property
+    def keep(self) -> frozenset[str]:
+        """Units that stay gathered between forward and backward."""
+        return self.derived.keep
+
+    @property
+    def prefetch(self) -> int:
+        """How many units are gathered ahead."""
+        return self.derived.prefetch
+
+    @property
+    def precision(self) -> Precision:
+        """Dtypes of the program."""
+        return self.derived.precision
+
+    def info(self, path: str) -> ParamInfo:
+        """The parameter of that path or alias.
+
+        Raises:
+            PatternError: there is none; names the nearest.
+        """
+        for info in self.infos:
+            if path in info.names:
+                return info
+        raise no_match(path, [name for info in self.infos for name in info.names])
+
+    def clauses(self, where: Where) -> Clauses:
+        """A selection as patterns, checked against the parameters.
+
+        Raises:
+            PatternError: it selects nothing, or a pattern is malformed.
+        """
+        found = (as_patterns(where, [info.path for info in self.base.infos]),)
+        selected(self.base.infos, found)
+        return found
+
+    def unit_clauses(self, where: Where) -> Clauses:
+        """A selection of units, by the path of their module, as patterns."""
+        return (as_patterns(where, [unit.name for unit in self.units if unit.kind == "unit"]),)
+
+    def edit(self, *edits: Edit, site: str = "") -> Plan:
+        """This plan with more edits; of equal edits only the last counts.
+
+        Args:
+            edits: what to add.
+            site: where they were written; default: the nearest caller outside of shardwise.
+
+        Raises:
+            PlanError: no layout fulfils all edits.
+        """
+        site = site or call_site()
+        added = tuple(_scoped(edit, self.scope) for edit in edits)
+        kept = [pair for pair in zip(self.edits, self.log, strict=True) if pair[0] not in added]
+        pairs = [*kept, *((edit, site) for edit in dict.fromkeys(added))]
+        pairs.sort(key=lambda pair: replay_order(pair[0]))
+        plan = replace(
+            self, edits=tuple(edit for edit, _ in pairs), log=tuple(site for _, site in pairs)
+        )
+        _ = plan.derived  # a bad plan fails here, at the call that made it
+        return plan
+
+    def within(self, clauses: Clauses = (), *, name: str = "") -> Plan:
+        """This plan, in which further edits are masked and named; undone by `leave`."""
+        names = ": ".join(filter(None, (self.scope.name, name)))
+        return replace(self, scope=Scope((*self.scope.clauses, *clauses), names))
+
+    def leave(self, outer: Plan) -> Plan:
+        """This plan in the scope of `outer`."""
+        return replace(self, scope=outer.scope)
+
+    def same_layout(self, other: Plan) -> bool:
+        """Whether both lay every tensor out alike, however they were written."""
+        return self.derived == other.derived
+
+    def diff(self, other: Plan) -> tuple[str, ...]:
+        """One line per difference in layout, from this plan to the other; empty: same layout."""
+        return difference(self.derived, other.derived)
+
+    def why(self, path: str) -> str:
+        """Every edit that touches a parameter, with its call site, and the specs that result.
+
+        Raises:
+            PatternError: no parameter has that path.
+        """
+        return explain(self.derived, self.info(path), zip(self.edits, self.log, strict=True))
+
+    def to_json(self) -> str:
+        """The plan as JSON text; the module is left out."""
+        return encode(self.base, self.edits, self.log)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The inverse of `to_json`.
+
+        Raises:
+            PlanError: not a plan, of another schema version, or with unknown keys.
+        """
+        plan = Plan(*decode(text))
+        _ = plan.derived
+        return plan
+
+
+Transform: TypeAlias = Callable[[Plan], Plan]
+"""A pure function from plan to plan."""
+
+
+@strict_keywords
+def plan(
+    model: nn.Module,
+    mesh: Mesh,
+    /,
+    *transforms: Transform,
+    rules: Rules | None = None,
+    axes: Mapping[str, str] | None = None,
+    units: Sequence[str] | None = None,
+) -> Plan:
+    """Lay out a model on a mesh; without transforms everything is replicated.
+
+    Costs no communication and touches no parameter: a model on the meta device will do.
+
+    Args:
+        model: any module; never modified.
+        mesh: named axes.
+        transforms: applied in order; their phases, not this order, decide.
+        rules: logical axes to mesh axes, for transforms that need them.
+        axes: axes pattern by path pattern, the first match wins; others get `d0 d1 ...`.
+        units: patterns over module paths, instead of the rule in [Note: units].
+
+    Raises:
+        PlanError: the transforms contradict the model, the mesh or each other.
+
+    >>> print(plan(nn.Linear(4, 2), Mesh(fsdp=2)).params["weight"])
+    d0 d1
+    """
+    infos = name_axes(param_infos(model), axes or {})
+    result = Plan(Base(mesh, infos, find_units(model, infos, units), rules), module=model)
+    for transform in transforms:
+        result = apply_transform(transform, result)
+    return result
+
+
+def apply_transform(transform: Transform, before: Plan) -> Plan:
+    """Apply, and check that a plan comes back.
+
+    Raises:
+        PlanError: it is not a transform.
+    """
+    after = transform(before) if callable(transform) else None
+    if isinstance(after, Plan):
+        return after
+    gave = f"returned a {type(after).__name__}" if callable(transform) else "is no function"
+    raise PlanError(
+        f"{getattr(transform, '__name__', transform)!r} is not a transform.",
+        facts=f"it {gave}.",
+        why="A transform is a function that takes a plan and returns a plan.",
+        fix="call its constructor first: sw.zero(3, 'fsdp'), not sw.zero",
+    )
+
+
+def named(transform: Transform, name: str) -> Transform:
+    """The transform, called `name` in errors and compositions."""
+    transform.__name__ = name
+    return transform
+
+
+def call_site() -> str:
+    """The nearest line outside of this package, as `file.py:12 in train`."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").partition(".")[0] == "shardwise" and frame.f_back:
+        frame = frame.f_back
+    code = frame.f_code
+    return f"{PurePath(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+
+
+def _scoped(edit: Edit, scope: Scope) -> Edit:
+    inner = edit.within(scope.clauses) if scope.clauses else edit
+    return replace(inner, by=": ".join((scope.name, edit.by))) if scope.name else inner

@@ -1,0 +1,230 @@
+"""Replay: write edits, in phase order, into a draft, and derive every layout from it.
+
+A new kind of edit is a frozen dataclass in `edits`, a function here that writes it into a `Draft`,
+and a row in `KINDS`. Nothing else knows the kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from shardwise.sharding.derived import Base, Derived, Precision
+from shardwise.sharding.edits import (
+    PHASES,
+    Clauses,
+    Edit,
+    FreezeEdit,
+    HomeEdit,
+    KeepEdit,
+    PrefetchEdit,
+    TreeAtEdit,
+)
+from shardwise.sharding.errors import PlanError, nearest
+from shardwise.sharding.failures import Failure, raise_failures
+from shardwise.sharding.homes import HOMES, Request, Target, place
+from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.spec import Spec
+from shardwise.sharding.tree import FrozenMap, match, no_match, nothing_left, selects
+from shardwise.sharding.units import ParamInfo, Unit
+
+_PREFETCH_UNITS = 0
+_PRECISION = Precision()
+_PRECISION = Precision()
+
+
+@dataclass(slots=True)
+class Draft:
+    """What edits write into while they replay."""
+
+    mesh: Mesh
+    infos: dict[str, ParamInfo]
+    units: tuple[Unit, ...]
+    requests: dict[str, dict[str, Request]] = field(default_factory=dict)
+    overrides: dict[tuple[str, str], TreeAtEdit] = field(default_factory=dict)
+    claimed: set[str] = field(default_factory=set)
+    keep: set[str] = field(default_factory=set)
+    prefetch: int = _PREFETCH_UNITS
+    precision: Precision = _PRECISION
+
+
+class Kind(NamedTuple):
+    """A kind of edit: its value, and what writes that value into a draft."""
+
+    edit: type[Edit]
+    apply: Callable[[Draft, Any], None]
+
+
+def replay(base: Base, edits: Iterable[Edit]) -> Derived:
+    """Derive all layouts; edits come sorted by phase.
+
+    Raises:
+        PlanError: an edit selects nothing, or asks for a layout some parameter cannot have; all
+            failures in one error.
+    """
+    draft = Draft(base.mesh, {info.path: info for info in base.infos}, base.units)
+    for edit in edits:
+        KINDS[edit.kind].apply(draft, edit)
+    return _derive(draft)
+
+
+def replay_order(edit: Edit) -> tuple[int, str]:
+    """Sort key of the replay: by phase, then by kind; kinds of one phase write different things.
+
+    >>> replay_order(FreezeEdit()) < replay_order(HomeEdit(home="opt", axis=None))
+    True
+    """
+    return PHASES.index(edit.phase), edit.kind
+
+
+def selected(infos: Iterable[ParamInfo], clauses: Clauses) -> tuple[str, ...]:
+    """Paths of the parameters that every clause selects, by path or by alias.
+
+    Raises:
+        PatternError: a pattern, or all together, select nothing.
+    """
+    return _select({info.path: info.names for info in infos}, clauses)
+
+
+def _select(names: Mapping[str, tuple[str, ...]], clauses: Clauses) -> tuple[str, ...]:
+    known = [name for group in names.values() for name in group]
+    for pattern in dict.fromkeys(pattern for clause in clauses for pattern in clause):
+        if not any(match(pattern, name) for name in known):
+            raise no_match(pattern, known)
+    found = tuple(
+        key for key, group in names.items() if all(selects(clause, group) for clause in clauses)
+    )
+    if not found and clauses:
+        shown = (", ".join(map(repr, clause)) for clause in clauses)
+        raise nothing_left(" and ".join(shown), known)
+    return found
+
+
+def _set_home(draft: Draft, edit: HomeEdit) -> None:
+    axes = edit.axis or ()
+    _check_axes(draft, axes, edit.by)
+    request = Request(axes, edit.on, edit.pad, edit.by)
+    for path in selected(draft.infos.values(), edit.where):
+        draft.requests.setdefault(path, {})[edit.home] = request
+
+
+def _check_axes(draft: Draft, axes: Iterable[str], by: str) -> None:
+    for axis in axes:
+        if axis not in draft.mesh:
+            raise PlanError(
+                f"{by or 'an edit'} names the unknown mesh axis {axis!r}.",
+                facts=f"{draft.mesh!r} has no such axis.",
+                why="Homes are cut over axes of the mesh; an axis of size 1 cuts nothing.",
+                fix=f"{nearest(axis, draft.mesh.names)}; or {axis}=1 in the mesh",
+                axis=axis,
+            )
+
+
+def _freeze(draft: Draft, edit: FreezeEdit) -> None:
+    for path in selected(draft.infos.values(), edit.where):
+        draft.infos[path] = replace(draft.infos[path], trainable=False)
+
+
+def _keep(draft: Draft, edit: KeepEdit) -> None:
+    # The root and its children stay open for the whole step in any case.
+    units = {unit.name: (unit.name,) for unit in draft.units if unit.kind == "unit"}
+    found = _select(units, edit.where)
+    draft.keep = draft.keep.union(found) if edit.keep else draft.keep.difference(found)
+
+
+def _prefetch(draft: Draft, edit: PrefetchEdit) -> None:
+    draft.prefetch = edit.distance
+
+
+def _tree_at(draft: Draft, edit: TreeAtEdit) -> None:
+    paths = {name: info.path for info in draft.infos.values() for name in info.names}
+    if edit.path not in paths:
+        raise no_match(edit.path, list(paths))
+    path = paths[edit.path]
+    if path not in selected(draft.infos.values(), edit.where):
+        raise PlanError(
+            f"{edit.by or 'tree_at'} lies outside of the mask around it.",
+            where=path,
+            facts=f"mask {edit.where!r}",
+            why="A masked transform changes only parameters that the mask selects.",
+            fix="widen the mask, or apply tree_at outside of it",
+            path=path,
+        )
+    draft.overrides[edit.home, path] = edit
+
+
+KINDS: FrozenMap[str, Kind] = FrozenMap(
+    (kind.edit.kind, kind)
+    for kind in (
+        Kind(HomeEdit, _set_home),
+        Kind(FreezeEdit, _freeze),
+        Kind(KeepEdit, _keep),
+        Kind(PrefetchEdit, _prefetch),
+        Kind(TreeAtEdit, _tree_at),
+    )
+)
+
+
+def _derive(draft: Draft) -> Derived:
+    compute = {path: Spec(info.axes, dtype=info.dtype) for path, info in draft.infos.items()}
+    homes: dict[str, dict[str, Spec]] = {home: {} for home in HOMES}
+    failures: list[Failure] = []
+    for path, info in draft.infos.items():
+        target = Target(info, compute[path], draft.mesh)
+        owned = HOMES if info.trainable else HOMES[:1]
+        requests = draft.requests.get(path, {})
+        placed = place(target, {home: requests[home] for home in owned if home in requests})
+        for home in owned:
+            edit = draft.overrides.get((home, path))
+            spec = _override(draft, info, edit) if edit else placed[home]
+            if isinstance(spec, Failure):
+                failures.append(spec)
+            else:
+                homes[home][path] = spec
+    raise_failures(failures, len(draft.infos))
+    return Derived(
+        mesh=draft.mesh,
+        infos=tuple(draft.infos.values()),
+        units=draft.units,
+        params=FrozenMap(homes["params"]),
+        grads=FrozenMap(homes["grads"]),
+        opt=FrozenMap(homes["opt"]),
+        compute=FrozenMap(compute),
+        batch=tuple(axis for axis in draft.mesh.names if axis not in draft.claimed),
+        keep=frozenset(draft.keep),
+        prefetch=draft.prefetch,
+        precision=draft.precision,
+    )
+
+
+def _override(draft: Draft, info: ParamInfo, edit: TreeAtEdit) -> Spec | Failure:
+    spec = Spec.parse(edit.spec)
+    _check_axes(draft, spec.mesh_axes, edit.by)
+    problem, fix = _misfit(spec, info, draft.mesh)
+    if not problem:
+        return spec
+    return Failure(
+        by=edit.by or f"tree_at({edit.home!r}, {edit.path!r}, {edit.spec!r})",
+        problem=f"gives {{count}} a home {problem}",
+        path=info.path,
+        tail=f"shape {info.shape}   axes '{info.axes}'",
+        why=f"{draft.mesh!r}.",
+        fix=fix,
+        numbers={"spec": edit.spec, "shape": info.shape},
+    )
+
+
+def _misfit(spec: Spec, info: ParamInfo, mesh: Mesh) -> tuple[str, str]:
+    """What is wrong with a spec as a home of this parameter, and the fix; both empty: nothing."""
+    if spec.axes != info.axes:
+        return f"with the axes '{spec.axes}'", f"write the dimensions as '{info.axes}'"
+    if spec.partial:
+        return f"with sums pending over {', '.join(spec.partial)}", "leave out the '+' part"
+    for dim, size in enumerate(info.shape):
+        axes = [axis for axis in spec.dim_axes(dim) if mesh[axis] > 1]
+        parts = mesh.product(tuple(axes))
+        if len(axes) > 1 and size % parts:
+            rest = f"dim {dim} has size {size}; {size} % {parts} == {size % parts}"
+            return f"that chunks chunks ({rest})", "cut it unevenly over one axis only"
+    return "", ""

@@ -1,0 +1,1 @@
+"""Tools with which users property-test their own models and plans."""

@@ -1,0 +1,1 @@
+"""Pure functions plan -> plan, and the lowering of a plan to a program."""

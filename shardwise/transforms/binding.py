@@ -1,0 +1,119 @@
+"""Binding: tensors in the place of a unit's placeholders, and the hooks that ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from shardwise.sharding.errors import UnitError
+from shardwise.sharding.functional import Template
+from shardwise.sharding.plan import Unit
+
+
+class Binding:
+    """Where the parameters of one unit are looked up in the template."""
+
+    def __init__(self, unit: str, paths: Sequence[str], template: Template) -> None:
+        self.unit = unit
+        self.paths = tuple(paths)
+        self.index = {path: index for index, path in enumerate(paths)}
+        self._sites = [
+            (table, name, index, template.placeholders[path])
+            for index, path in enumerate(paths)
+            for table, name in template.sites[path]
+        ]
+
+    def bind(self, parameters: Sequence[Tensor]) -> None:
+        """Put tensors in the places of the parameters, in the order of `paths`."""
+        for table, name, index, _ in self._sites:
+            table[name] = parameters[index]
+
+    def unbind(self, parameters: Sequence[Tensor]) -> None:
+        """Put the placeholders back.
+
+        Raises:
+            UnitError: the module has put another tensor in the place of a parameter.
+        """
+        for table, name, index, placeholder in self._sites:
+            if table.get(name) is not parameters[index]:
+                self.restore()
+                raise _rebound(self.unit, self.paths[index])
+            table[name] = placeholder
+
+    def restore(self) -> None:
+        """Put the placeholders back, whatever is in their place."""
+        for table, name, _, placeholder in self._sites:
+            table[name] = placeholder
+
+
+class Guide(Protocol):
+    """What the hooks of the template ask: the engine of a step, or a trace."""
+
+    def enter(self, unit: str, inputs: Any = None) -> Any:
+        """Before the unit's forward; returns inputs to use instead, or None."""
+        ...
+
+    def leave(self, unit: str, output: Any) -> Any:
+        """After the unit's forward; returns the output to use."""
+        ...
+
+    def resolve(self, path: str, unit: str) -> Tensor:
+        """A value for a placeholder that is read."""
+        ...
+
+
+class Stage:
+    """A template with its hooks; `guide` is asked and may be exchanged between passes."""
+
+    def __init__(self, template: Template, units: Sequence[Unit], guide: Guide) -> None:
+        self.template = template
+        self.guide = guide
+        modules = list(template.module.modules())
+        root_trains = template.module.training
+        self._modules = [(module, module.training or not root_trains) for module in modules]
+        self._training: bool | None = None
+        owner = {path: unit.name for unit in units for path in unit.params}
+        template.watch(lambda path: self.guide.resolve(path, owner[path]))
+        trainable = {path for path, p in template.placeholders.items() if p.requires_grad}
+        for unit in units:
+            if unit.kind != "root":
+                module = template.module.get_submodule(unit.name)
+                self._install(unit, module, frozen=not trainable.intersection(unit.params))
+
+    def set_training(self, training: bool) -> None:
+        """Train or eval mode; what was in eval mode under a training root stays so."""
+        if training is not self._training:
+            self._training = training
+            for module, trains in self._modules:
+                module.training = training and trains
+
+    def _install(self, unit: Unit, module: nn.Module, *, frozen: bool) -> None:
+        name = unit.name
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self.guide.enter(name)
+
+        def enter_frozen(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return self.guide.enter(name, (args, kwargs))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            return self.guide.leave(name, output)
+
+        if frozen:
+            module.register_forward_pre_hook(enter_frozen, prepend=True, with_kwargs=True)
+        else:
+            module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave, prepend=True)
+
+
+def _rebound(unit: str, path: str) -> UnitError:
+    return UnitError(
+        f"The forward of unit {unit or '(root)'!r} replaced its parameter {path!r}.",
+        where=f"parameter {path}",
+        why="A step computes gradients for the tensors it bound; an assigned one would be lost.",
+        fix="compute with a local variable instead of assigning to the parameter",
+        path=path,
+        unit=unit,
+    )

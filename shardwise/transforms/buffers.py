@@ -1,0 +1,197 @@
+"""The compute buffer of one bucket: filled when its unit is entered, emptied when it is left.
+
+The tensors that modules see are views of one buffer whose storage is emptied and refilled in place,
+so tensors that autograd has saved see the values again when backward refills it. Views of the
+buffers are made once; a fill is one resize, one collective and one copy for the whole bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.compat import copy_all
+from shardwise.sharding.layout import Regroup
+from shardwise.sharding.movement import (
+    Collective,
+    Mover,
+    Pending,
+    finish,
+    gather,
+    scatter,
+)
+
+
+class Storage:
+    """A tensor whose memory can be given back and taken again without moving its views."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+        self._storage = self.tensor.untyped_storage()
+        self.nbytes = self._storage.nbytes()
+
+    def take(self) -> None:
+        """Allocate."""
+        self._storage.resize_(self.nbytes)
+
+    def give_back(self) -> None:
+        """Free."""
+        self._storage.resize_(0)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether there is memory behind the tensor."""
+        return self._storage.nbytes() == self.nbytes
+
+
+class BucketBuffers:
+    """Compute views, gather stack and send stack of one bucket on one rank."""
+
+    def __init__(self, bucket: Bucket, mover: Mover, device: torch.device) -> None:
+        self.bucket = bucket
+        self._mover = mover
+        self._device = device
+        self._flat: Tensor | None = None
+        self._pending: Pending | None = None
+        self.in_flight = False
+        self.views: list[Tensor] = []
+        self._full: Storage | None = None
+        self._stack: Storage | None = None
+        self._send: Storage | None = None
+        if not bucket.in_place:
+            self._full = Storage([bucket.compute.length], bucket.compute.dtype, device)
+            self.views = [entry.view(self._full.tensor) for entry in bucket.compute.entries]
+        if bucket.gather:
+            self._stack = Storage(bucket.gather.stack, bucket.compute.dtype, device)
+            self._out, self._in = self._copy_out(self._stack.tensor)
+            self._stack.give_back()
+        if self._full:
+            self._full.give_back()
+        if bucket.reduce:
+            self._send = Storage(bucket.reduce.stack, bucket.reduce.fine.dtype, device)
+            count = len(bucket.paths)
+            self._slots = [bucket.reduce.fine_pieces(i, self._send.tensor) for i in range(count)]
+            self._padding = bucket.reduce.padding_pieces(self._send.tensor)
+            self._send.give_back()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the compute views hold values."""
+        return self._full is None or self._full.is_taken
+
+    @property
+    def storage_pointer(self) -> int:
+        """Where the values of the compute views lie; 0 when empty."""
+        return self.views[0].untyped_storage().data_ptr() if self.views else 0
+
+    def load(self, flat: Tensor) -> None:
+        """Take the resting shard that the next fills read."""
+        if self._flat is flat:
+            return
+        self._flat = flat
+        if self.bucket.in_place:
+            self.views = [entry.view(flat) for entry in self.bucket.params.entries]
+
+    def start(self, items: Sequence[Collective]) -> None:
+        """Begin to gather; `finish` or `drop` must follow."""
+        self.in_flight = True
+        if self._stack is None:
+            return
+        assert self._flat is not None
+        self._stack.take()
+        wire = self._flat.to(self.bucket.compute.dtype)
+        self._pending = gather(self._mover, wire, self._stack.tensor, items)
+
+    def finish(self) -> None:
+        """Put the gathered values where the compute views show them."""
+        self.in_flight = False
+        if self._full is None or self._flat is None:
+            return
+        if self._stack is None:
+            self._full.take()
+            self._full.tensor.data.copy_(self._flat)
+            return
+        finish(self._pending)
+        self._pending = None
+        self._full.take()
+        copy_all(self._out, self._in)
+        self._stack.give_back()
+
+    def drop(self) -> None:
+        """End a gather whose result nobody on this rank needs."""
+        self.in_flight = False
+        if self._stack is not None:
+            finish(self._pending)
+            self._pending = None
+            self._stack.give_back()
+
+    def empty(self) -> None:
+        """Free the compute views' memory."""
+        if self._full is not None:
+            self._full.give_back()
+
+    def reset(self) -> None:
+        """Free everything after a failure."""
+        self._pending = None
+        self.in_flight = False
+        for storage in (self._full, self._stack, self._send):
+            if storage is not None:
+                storage.give_back()
+
+    def reduce(self, grads: Sequence[Tensor | None], items: Sequence[Collective]) -> Tensor:
+        """Move whole, unreduced gradients to the landing layout; None counts as zero."""
+        regroup = self.bucket.reduce
+        if regroup is None or self._send is None:
+            landed = self._pack_whole(grads)
+            scatters = 0
+        else:
+            scatters = len(regroup.axes)
+            self._send.take()
+            self._pack_parts(regroup, grads)
+            landed = scatter(self._mover, self._send.tensor, items[:scatters])
+            self._send.give_back()
+        for item in items[scatters:]:
+            finish(self._mover.all_reduce(landed, item))
+        return landed
+
+    def _pack_whole(self, grads: Sequence[Tensor | None]) -> Tensor:
+        layout = self.bucket.landing
+        assert layout is not None
+        flat = torch.zeros(layout.length, dtype=layout.dtype, device=self._device)
+        given = [(e.view(flat), g) for e, g in zip(layout.entries, grads, strict=True) if g is not None]
+        if given:
+            copy_all([slot for slot, _ in given], [grad for _, grad in given])
+        return flat
+
+    def _pack_parts(self, regroup: Regroup, grads: Sequence[Tensor | None]) -> None:
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        empty = list(self._padding)
+        for index, (grad, slots) in enumerate(zip(grads, self._slots, strict=True)):
+            if grad is None:
+                empty += slots
+            else:
+                targets += slots
+                sources += regroup.coarse_pieces(index, grad)
+        if targets:
+            copy_all(targets, sources)
+        for piece in empty:
+            piece.zero_()
+
+    def _copy_out(self, stack: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Targets in the compute views and sources in the stack.
+
+        The targets are made from `.data`: they share memory with the views that autograd saves,
+        but not the version counter, since a refill restores the values that were saved.
+        """
+        regroup = self.bucket.gather
+        assert regroup is not None
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for index, view in enumerate(self.views):
+            targets += regroup.coarse_pieces(index, view.data)
+            sources += regroup.fine_pieces(index, stack)
+        return targets, sources

@@ -1,0 +1,96 @@
+"""Checks of the first step: nothing communicates or keeps weights behind the engine's back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.sharding.errors import ImplicitCommError, UnitError
+from shardwise.sharding.movement import Mover
+from shardwise.transforms.unit_runtime import UnitRuntime
+
+_COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
+
+
+class _NoOtherCollectives(TorchDispatchMode):
+    """Refuses collectives that do not go through the mover."""
+
+    def __init__(self, mover: Mover) -> None:
+        super().__init__()
+        self._mover = mover
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Look at the namespace of every operation."""
+        if func.namespace in _COLLECTIVE_NAMESPACES and not self._mover.busy:
+            nbytes = sum(arg.nbytes for arg in _tensors(args))
+            raise ImplicitCommError(
+                f"{func} ran inside the step, outside of the plan.",
+                where="loss_fn, or a module it runs",
+                facts=[f"{nbytes:,} bytes of tensors were passed"],
+                why="Every collective of a step is derived from the plan and listed before it runs.",
+                fix="remove the call: losses, gradients and buffers are reduced by the program",
+                nbytes=nbytes,
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(args: Any) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from _tensors(arg)
+
+
+class _Saved:
+    """A tensor that autograd saved and whose memory belongs to a unit."""
+
+    def __init__(self, tensor: Tensor, unit: str) -> None:
+        self.tensor = tensor
+        self.unit = unit
+
+
+def _pack(units: Mapping[str, UnitRuntime]) -> Any:
+    def pack(tensor: Tensor) -> Any:
+        pointer = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+        for unit in units.values():
+            if pointer and pointer in unit.storage_pointers:
+                return _Saved(tensor.detach(), unit.name)
+        return tensor
+
+    return pack
+
+
+def _unpack(saved: Any) -> Tensor:
+    if not isinstance(saved, _Saved):
+        return saved
+    tensor = saved.tensor
+    if tensor.untyped_storage().nbytes():
+        return tensor
+    raise UnitError(
+        f"Backward needs a weight of unit {saved.unit or '(root)'!r} that is not gathered.",
+        where=f"a tensor of shape {tuple(tensor.shape)} computed in unit {saved.unit!r}",
+        facts=["It left the unit by a side door: an attribute, a global, or a hook."],
+        why="A unit is gathered again when backward reaches the outputs it returned; a tensor "
+        "that left otherwise reaches its operations too early.",
+        fix="return the tensor from the unit's forward, for example as part of a tuple",
+        unit=saved.unit,
+    )
+
+
+@contextmanager
+def checked(units: Mapping[str, UnitRuntime], mover: Mover, *, enabled: bool) -> Iterator[None]:
+    """Run a forward and a backward pass with both checks, if enabled."""
+    if not enabled:
+        yield
+        return
+    hooks = torch.autograd.graph.saved_tensors_hooks(_pack(units), _unpack)
+    with hooks, _NoOtherCollectives(mover):
+        yield

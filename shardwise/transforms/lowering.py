@@ -1,0 +1,163 @@
+"""What a plan, a loss function and an optimizer amount to: buckets, order, collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import nn
+
+from shardwise.optim.base import GradientTransform
+from shardwise.sharding.buckets import Bucket, Route, route
+from shardwise.sharding.movement import Collective, packed_items
+from shardwise.sharding.plan import Plan
+from shardwise.sharding.redistribute import route_items
+from shardwise.transforms.order import Event, Schedule, make_schedule, registration_order
+from shardwise.transforms.trace import LossFunction, Trace, complete
+
+FIXED_SCALARS = 3
+"""Total, count and failed: the head of every packed reduction."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lowering:
+    """All that is known of a program before it is bound to devices.
+
+    Args:
+        plan: the layouts.
+        loss_fn: `loss_fn(model, batch)`.
+        optimizer: any gradient transform that works element by element.
+        module: the user's module.
+        buckets: by unit name.
+        events: the order of units, from a trace or from the order of registration.
+        aux: names of auxiliary metrics; None while unknown.
+        written_buffers: buffers that a forward pass changes.
+        notes: what could not be found out, and why.
+        traced: whether `events` come from a trace.
+    """
+
+    plan: Plan
+    loss_fn: LossFunction
+    optimizer: GradientTransform
+    module: nn.Module
+    buckets: Mapping[str, tuple[Bucket, ...]]
+    events: tuple[Event, ...]
+    aux: tuple[str, ...] | None = None
+    written_buffers: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    traced: bool = False
+
+    @cached_property
+    def all_buckets(self) -> tuple[Bucket, ...]:
+        """All buckets in unit order."""
+        return tuple(bucket for members in self.buckets.values() for bucket in members)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What every event of a pass moves."""
+        return make_schedule(self.plan, self.buckets, self.events)
+
+    @cached_property
+    def trainable(self) -> tuple[str, ...]:
+        """Trainable parameters, in bucket order."""
+        return tuple(path for b in self.all_buckets if b.trainable for path in b.paths)
+
+    @cached_property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Axes that split the batch and have more than one rank."""
+        return tuple(axis for axis in self.plan.batch if self.plan.mesh[axis] > 1)
+
+    @cached_property
+    def scalar_items(self) -> tuple[Collective, ...]:
+        """The packed reduction of loss, counts and flags."""
+        count = FIXED_SCALARS + len(self.trainable) + 2 * len(self.aux or ())
+        return packed_items(count, self.batch_axes, self.plan.mesh, "scalars")
+
+    @cached_property
+    def eval_scalar_items(self) -> tuple[Collective, ...]:
+        """The packed reduction of an evaluation."""
+        count = FIXED_SCALARS + 2 * len(self.aux or ())
+        return packed_items(count, self.batch_axes, self.plan.mesh, "scalars")
+
+    @cached_property
+    def buffer_items(self) -> tuple[Collective, ...]:
+        """The packed average of written buffers."""
+        if not self.written_buffers:
+            return ()
+        sizes = {name: buffer.numel() for name, buffer in self.module.named_buffers()}
+        count = sum(sizes[name] for name in self.written_buffers)
+        return packed_items(count, self.batch_axes, self.plan.mesh, "buffers")
+
+    @cached_property
+    def norm_items(self) -> tuple[Collective, ...]:
+        """The packed reduction of squared norms, if the optimizer needs the norm."""
+        if "norm" not in self.optimizer.needs:
+            return ()
+        members = [bucket for bucket in self.all_buckets if bucket.opt]
+        mesh = self.plan.mesh
+        axes = [a for a in mesh if any(b.opt and a in b.opt.axes for b in members)]
+        return packed_items(len(members), axes, mesh, "norm")
+
+    @cached_property
+    def routes(self) -> dict[str, tuple[Route, Route, Route]]:
+        """Per trainable bucket: landed gradient -> opt, params -> opt, opt -> params."""
+        mesh = self.plan.mesh
+        found = {}
+        for bucket in self.all_buckets:
+            if bucket.opt and bucket.landing:
+                grads = route(bucket.landing.cast(bucket.opt.dtype), bucket.opt, mesh)
+                params = route(bucket.params.cast(bucket.opt.dtype), bucket.opt, mesh)
+                back = route(bucket.opt.cast(bucket.params.dtype), bucket.params, mesh)
+                found[bucket.name] = (grads, params, back)
+        return found
+
+    @cached_property
+    def pass_items(self) -> tuple[Collective, ...]:
+        """Collectives of a forward and backward pass and of the buffers after it."""
+        schedule = self.schedule
+        return schedule.forward_items + schedule.backward_items + self.buffer_items
+
+    @cached_property
+    def grads_items(self) -> tuple[Collective, ...]:
+        """Collectives of `program.grads`."""
+        return self.pass_items + self.scalar_items
+
+    @cached_property
+    def update_items(self) -> tuple[Collective, ...]:
+        """Collectives of `program.update`."""
+        items: list[Collective] = []
+        for bucket in self.all_buckets:
+            if bucket.name in self.routes:
+                items += route_items(self.routes[bucket.name][0], bucket.unit, "update")
+        items += self.norm_items
+        for bucket in self.all_buckets:
+            if bucket.name in self.routes:
+                items += route_items(self.routes[bucket.name][2], bucket.unit, "update")
+        return tuple(items)
+
+    @cached_property
+    def eval_items(self) -> tuple[Collective, ...]:
+        """Collectives of `program.eval`."""
+        return self.schedule.forward_items + self.eval_scalar_items
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective of one step of one rank, in the order in which it runs.
+
+        The first step runs one more, an exchange of Python objects in which ranks agree on the
+        structure of the batch.
+        """
+        return self.grads_items + self.update_items
+
+    def with_trace(self, seen: Trace, events: tuple[Event, ...]) -> Lowering:
+        """The same program in the order that a first pass has shown."""
+        default = registration_order(self.plan, self.buckets)
+        notes = (seen.note,) if seen.note else ()
+        return replace(
+            self,
+            events=complete(events, self.plan, default),
+            aux=seen.aux,
+            written_buffers=seen.written,
+            notes=notes,
+            traced=not seen.note,
+        )

@@ -1,0 +1,322 @@
+"""The program of one rank: plain-tensor code between the predicted collectives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.sharding.errors import BatchError, StateError
+from shardwise.sharding.functional import make_template
+from shardwise.sharding.gradients import Grads
+from shardwise.sharding.movement import Mover, Transport, packed_sum
+from shardwise.sharding.rng import key, keyed
+from shardwise.sharding.state import Home, Life, State, adopt
+from shardwise.transforms.binding import Stage
+from shardwise.transforms.buffer_sync import (
+    average_buffers,
+    bind_buffers,
+    find_buffers,
+    read_buffers,
+)
+from shardwise.transforms.checks import checked
+from shardwise.transforms.initialise import FromModule, InitModule, Shards, init_from_seed
+from shardwise.transforms.loss import Loss, parse_loss
+from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
+from shardwise.transforms.metrics import Metrics
+from shardwise.transforms.runtime import Engine
+from shardwise.transforms.settle import raise_together, settle
+from shardwise.transforms.unit_runtime import UnitRuntime
+from shardwise.transforms.update import run_update
+
+
+class RankProgram:
+    """Init, gradients, update and evaluation on one rank.
+
+    Args:
+        lowering: what was lowered; replaced once, when the first step has shown the order of units.
+        rank: this rank.
+        transport: what moves bytes.
+        device_mesh: torch's view of the mesh, for DTensor leaves.
+        device: where tensors live.
+    """
+
+    def __init__(
+        self,
+        lowering: Lowering,
+        rank: int,
+        transport: Transport,
+        device_mesh: DeviceMesh,
+        device: torch.device,
+    ) -> None:
+        plan = lowering.plan
+        self.lowering = lowering
+        self.device = device
+        self.mover = Mover(plan.mesh, rank, transport)
+        self.template = make_template(lowering.module, plan.infos, device)
+        self.buffer_sites = find_buffers(self.template.module)
+        units = {
+            unit.name: UnitRuntime(
+                unit.name,
+                unit.kind,
+                keep=unit.name in plan.keep,
+                buckets=lowering.buckets[unit.name],
+                template=self.template,
+                mover=self.mover,
+                device=device,
+            )
+            for unit in plan.units
+        }
+        self.engine = Engine(units, lowering.schedule)
+        self.stage = Stage(self.template, plan.units, self.engine)
+        self.home = make_home(lowering, rank, device_mesh)
+        self._settled = False
+        self._checked = False
+
+    # -- init -------------------------------------------------------------------------------
+
+    def init(self, source: int | FromModule, init: InitModule | None) -> State:
+        """A fresh state from a seed or from a module's values."""
+        plan = self.lowering.plan
+        shards = Shards(self.lowering.all_buckets, plan.mesh, self.mover.coords, self.device)
+        seed, source = self._agree_source(source)
+        if isinstance(source, FromModule):
+            self._take_module(source, shards)
+        else:
+            init_from_seed(self.template, plan.infos, shards, seed, self.device, init)
+        buffers = {
+            name: buffer.detach().clone() for name, buffer in read_buffers(self.buffer_sites).items()
+        }
+        for buffer in buffers.values():
+            self.mover.transport.broadcast(buffer)
+        groups = {
+            b.name: torch.empty(b.opt.length, dtype=b.opt.dtype, device=self.device)
+            for b in self.lowering.all_buckets
+            if b.opt
+        }
+        return State(
+            home=self.home,
+            flats=shards.flats,
+            masters=shards.masters,
+            opt_flats=self.lowering.optimizer.init(groups),
+            buffer_values=buffers,
+            seed=torch.tensor(seed, dtype=torch.int64),
+            count=torch.zeros((), dtype=torch.int64),
+            scale_value=torch.ones((), dtype=torch.float64),
+            extra_value=None,
+        )
+
+    def _agree_source(self, source: int | FromModule) -> tuple[int, int | FromModule]:
+        """Rank 0's seed counts, so that replicas start equal whatever the ranks pass."""
+        seed = source if isinstance(source, int) else 0
+        value = torch.tensor([seed], dtype=torch.int64, device=self.device)
+        self.mover.transport.broadcast(value)
+        agreed = int(value.item())
+        return agreed, source if isinstance(source, FromModule) else agreed
+
+    def _take_module(self, source: FromModule, shards: Shards) -> None:
+        for info in self.lowering.plan.infos:
+            given = source.tensors.get(info.path)
+            if given is None or tuple(given.shape) != info.shape or given.is_meta:
+                got = "nothing" if given is None else f"{tuple(given.shape)} on {given.device.type}"
+                raise StateError(
+                    f"from_module has no values for {info.path!r}.",
+                    facts=[f"needs shape {info.shape}; the module gives {got}."],
+                    why="Initial values are taken by path.",
+                    fix="pass a module with the plan's parameters, off the meta device",
+                    path=info.path,
+                )
+            whole = given.to(self.device, copy=True)
+            self.mover.transport.broadcast(whole)
+            shards.put(info.path, whole)
+        for name, (table, key_) in self.buffer_sites.items():
+            if table[key_].is_meta:
+                table[key_] = source.tensors[name].to(self.device, copy=True)
+
+    # -- step -------------------------------------------------------------------------------
+
+    def grads(self, state: State, batch: Any) -> tuple[Grads, Metrics]:
+        """Normalised gradients, the buffers after forward, and metrics."""
+        state = adopt(state)
+        self._settle(batch)
+        self.mover.begin(self.lowering.pass_items)
+        loss, landed, failure = self._passes(state, batch)
+        buffers = average_buffers(self.mover, self.lowering, read_buffers(self.buffer_sites))
+        values = self._reduce_scalars(loss, failure, self.lowering.trainable)
+        flags = values[FIXED_SCALARS : FIXED_SCALARS + len(self.lowering.trainable)].tolist()
+        used = frozenset(p for p, f in zip(self.lowering.trainable, flags, strict=True) if f > 0)
+        factor = 1.0 / values[1]
+        for flat in landed.values():
+            flat.mul_(factor)
+        metrics = self._metrics(values, FIXED_SCALARS + len(flags))
+        return Grads(self.home, landed, used, buffers), metrics
+
+    def _passes(
+        self, state: State, batch: Any
+    ) -> tuple[Loss | None, dict[str, Tensor], BaseException | None]:
+        """Forward and backward; after a failure here this rank still joins every collective."""
+        engine = self.engine
+        enabled, self._checked = not self._checked, True
+        self.stage.set_training(True)
+        bind_buffers(self.buffer_sites, state.buffer_values, self.lowering.written_buffers)
+        place = [self.mover.coords[axis] for axis in self.lowering.batch_axes]
+        seed = key(int(state.seed), int(state.step), "step", *place)
+        checks = checked(engine.units, self.mover, enabled=enabled)
+        try:
+            with keyed(seed, self.device), checks, torch.enable_grad():
+                engine.begin(state.flats, "train")
+                loss = self._loss(batch)
+                landed = engine.backward(engine.end_forward(loss.total))
+        except Exception as error:
+            engine.abort()
+            return None, {}, error
+        return loss, landed, None
+
+    def _loss(self, batch: Any) -> Loss:
+        return parse_loss(self.lowering.loss_fn(self.template.module, batch), batch)
+
+    def update(self, state: State, grads: Grads) -> tuple[State, Tensor | None]:
+        """One optimizer step in place; the state and the gradient norm if it was needed."""
+        state = adopt(state)
+        grads = grads.adopted()
+        self.mover.begin(self.lowering.update_items)
+        opt_flats, norm = run_update(self.mover, self.lowering, state, grads)
+        self.mover.end()
+        new = replace(
+            state,
+            opt_flats=opt_flats,
+            buffer_values=grads.buffers,
+            count=state.step + 1,
+            life=Life(),
+        )
+        return new, norm
+
+    def step(self, state: State, batch: Any) -> tuple[State, Metrics]:
+        """`update` of `grads`."""
+        grads, metrics = self.grads(state, batch)
+        ran = self.mover.executed
+        state, norm = self.update(state, grads)
+        self.mover.executed = [*ran, *self.mover.executed]
+        return state, replace(metrics, grad_norm=norm)
+
+    def evaluate(self, state: State, batch: Any) -> Metrics:
+        """The loss without gradients, in eval mode."""
+        state = adopt(state)
+        self._settle(batch)
+        self.mover.begin(self.lowering.schedule.forward_items)
+        self.stage.set_training(False)
+        bind_buffers(self.buffer_sites, state.buffer_values, tuple(state.buffer_values))
+        failure: BaseException | None = None
+        loss: Loss | None = None
+        try:
+            with keyed(key(int(state.seed), "eval"), self.device), torch.no_grad():
+                self.engine.begin(state.flats, "eval")
+                loss = self._loss(batch)
+                self.engine.end_forward(loss.total)
+        except Exception as error:
+            failure = error
+            self.engine.abort()
+        return self._metrics(self._reduce_scalars(loss, failure, ()), FIXED_SCALARS)
+
+    def _settle(self, batch: Any) -> None:
+        """Once: agree with the other ranks, and lower in the order that a trace has shown."""
+        if self._settled:
+            return
+        transport = self.mover.transport
+        self.lowering = settle(
+            self.lowering, self.stage, self.buffer_sites, batch, transport, self.device
+        )
+        self.engine.schedule = self.lowering.schedule
+        self._settled = True
+
+    # -- scalars ----------------------------------------------------------------------------
+
+    def _reduce_scalars(
+        self, loss: Loss | None, failure: BaseException | None, flags: tuple[str, ...]
+    ) -> Tensor:
+        """ONE packed reduction of loss, count, failure, used flags and auxiliary metrics.
+
+        Raises:
+            RankError: some rank has failed; on every rank.
+            BatchError: no rank had anything to average.
+        """
+        if self.lowering.aux is None:
+            self._learn_aux(loss, failure)
+        head: list[Any] = [loss.total, loss.count, 0.0] if loss else [0.0, 0.0, 1.0]
+        head += [float(path in self.engine.used) for path in flags]
+        for name in self.lowering.aux or ():
+            head += [loss.aux[name].total, loss.aux[name].count] if loss else [0.0, 0.0]
+        values = torch.stack([_scalar(value, self.device) for value in head])
+        items = self.lowering.scalar_items if flags else self.lowering.eval_scalar_items
+        self.mover.expect(items)
+        values = packed_sum(self.mover, values, items)
+        self.mover.end()
+        _, count, failed = values[:FIXED_SCALARS].tolist()
+        if failed:
+            self._raise_together(failure)
+        if count == 0:
+            raise _nothing_to_average()
+        return values
+
+    def _learn_aux(self, loss: Loss | None, failure: BaseException | None) -> None:
+        """Agree on the names of metrics that no trace could show."""
+        names = tuple(loss.aux) if loss else None
+        told = self.mover.transport.gather_objects(names)
+        known = [one for one in told if one is not None]
+        if not known or any(one != known[0] for one in known):
+            self._raise_together(failure or _other_metrics(told))
+        self.lowering = replace(self.lowering, aux=known[0])
+
+    def _raise_together(self, failure: BaseException | None) -> None:
+        text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
+        told = self.mover.transport.gather_objects(text)
+        raise_together(told, failure, "the step")
+
+    def _metrics(self, values: Tensor, offset: int) -> Metrics:
+        aux = {
+            name: values[offset + 2 * index] / values[offset + 2 * index + 1]
+            for index, name in enumerate(self.lowering.aux or ())
+        }
+        return Metrics(loss=values[0] / values[1], tokens=values[1], aux=aux)
+
+
+def make_home(lowering: Lowering, rank: int, device_mesh: DeviceMesh) -> Home:
+    """Specs and layouts of one rank's leaves."""
+    plan = lowering.plan
+    landing = {
+        path: plan.opt[path] if bucket.lands_in_opt else plan.grads[path]
+        for bucket in lowering.all_buckets
+        if bucket.trainable
+        for path in bucket.paths
+    }
+    aliases = {alias: info.path for info in plan.infos for alias in info.aliases}
+    specs = {"params": plan.params, "opt": plan.opt, "landing": landing}
+    return Home(lowering.all_buckets, specs, aliases, plan.mesh, rank, device_mesh)
+
+
+def _scalar(value: Any, device: torch.device) -> Tensor:
+    return torch.as_tensor(value, device=device).detach().double().reshape(())
+
+
+def _nothing_to_average() -> BatchError:
+    return BatchError(
+        "The global batch has no elements to average over.",
+        where="program.step(state, batch)",
+        facts=["The counts of all ranks add up to 0."],
+        why="The loss is a sum over elements divided by their number.",
+        fix="give some rank an element that counts",
+        count=0,
+    )
+
+
+def _other_metrics(told: list[Any]) -> BatchError:
+    return BatchError(
+        "Ranks return different auxiliary metrics.",
+        where="loss_fn(model, batch)",
+        facts=[f"rank {rank}: {names}" for rank, names in enumerate(told)],
+        why="Metrics are reduced together, so every rank returns the same names.",
+        fix="return every metric on every rank, with count 0 where there is nothing",
+    )

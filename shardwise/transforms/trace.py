@@ -1,0 +1,253 @@
+"""One forward pass on fake tensors: the order of units, the auxiliary metrics, the buffers it writes.
+
+Costs host time only: no memory is touched, nothing is communicated. What cannot be traced (a branch
+on a value) ends the trace; what was seen until then is kept, and the report says where it ended.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardwise.sharding.compat import FakeTensorMode
+from shardwise.sharding.errors import ShardwiseError
+from shardwise.sharding.plan import Plan
+from shardwise.transforms.binding import Binding, Stage
+from shardwise.transforms.loss import parse_loss
+from shardwise.transforms.order import Event
+from shardwise.transforms.outputs import replace_tensors
+from shardwise.transforms.runtime import read_outside
+
+LossFunction = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one forward pass showed.
+
+    Args:
+        events: units in the order in which they were entered and left.
+        aux: names of the auxiliary metrics, sorted; None if the trace did not get there.
+        written: buffers that the forward pass changed.
+        note: where the trace ended early, else "".
+    """
+
+    events: tuple[Event, ...]
+    aux: tuple[str, ...] | None
+    written: tuple[str, ...]
+    note: str = ""
+
+
+class Tracer:
+    """The guide of a trace: binds fake parameters and writes down who came when."""
+
+    def __init__(self, plan: Plan, stage: Stage, mode: FakeTensorMode, device: torch.device) -> None:
+        self._kinds = {unit.name: unit.kind for unit in plan.units}
+        self._bindings: dict[str, Binding] = {}
+        self._values: dict[str, list[Tensor]] = {}
+        self._open: dict[str, int] = {}
+        self._entered: dict[str, int] = {}
+        self.events: list[Event] = []
+        infos = {info.path: info for info in plan.infos}
+        with mode:
+            for unit in plan.units:
+                self._bindings[unit.name] = Binding(unit.name, unit.params, stage.template)
+                self._values[unit.name] = [
+                    _fake_parameter(infos[path].shape, plan.compute[path].dtype, device, infos[path].trainable)
+                    for path in unit.params
+                ]
+        self._trainable = {
+            unit.name: any(infos[path].trainable for path in unit.params) for unit in plan.units
+        }
+
+    def enter(self, unit: str, inputs: Any = None) -> Any:
+        """Bind and note."""
+        if self._open.get(unit):
+            self._open[unit] += self._kinds[unit] == "unit"
+            return
+        self._open[unit] = 1
+        self._bindings[unit].bind(self._values[unit])
+        self._entered[unit] = len(self.events)
+        grad = self._trainable[unit] and torch.is_grad_enabled()
+        self.events.append(Event("enter", unit, grad))
+
+    def leave(self, unit: str, output: Any) -> Any:
+        """Unbind and note; a frozen unit has a backward if its output has one."""
+        if self._kinds[unit] != "unit":
+            return output
+        self._open[unit] -= 1
+        if self._open[unit]:
+            return output
+        entered = self._entered[unit]
+        grad = self.events[entered].grad or _requires_grad(output, unit)
+        self.events[entered] = replace(self.events[entered], grad=grad)
+        self.events.append(Event("leave", unit, grad))
+        self._bindings[unit].unbind(self._values[unit])
+        return output
+
+    def resolve(self, path: str, unit: str) -> Tensor:
+        """A read binds a child of the root."""
+        if self._kinds[unit] == "child" and not self._open.get(unit):
+            self.enter(unit)
+        if self._kinds[unit] == "unit" or not self._open.get(unit):
+            raise read_outside(path, unit, "the trace of the forward pass")
+        return self._values[unit][self._bindings[unit].index[path]]
+
+    def close(self) -> None:
+        """Put all placeholders back."""
+        for binding in self._bindings.values():
+            binding.restore()
+
+
+def _fake_parameter(
+    shape: tuple[int, ...], dtype: str, device: torch.device, trainable: bool
+) -> Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=device, requires_grad=trainable)
+
+
+def _requires_grad(output: Any, unit: str) -> bool:
+    found = False
+
+    def look(tensors: list[Tensor]) -> Sequence[Tensor]:
+        nonlocal found
+        found = any(tensor.requires_grad for tensor in tensors)
+        return tensors
+
+    replace_tensors(output, unit, look)
+    return found
+
+
+def trace(
+    plan: Plan,
+    stage: Stage,
+    loss_fn: LossFunction,
+    batch: Any,
+    buffers: Mapping[str, tuple[dict[str, Any], str]],
+    device: torch.device,
+) -> Trace:
+    """Run `loss_fn` once on fake tensors.
+
+    Args:
+        plan: names the units.
+        stage: the template with its hooks.
+        loss_fn: the user's loss function.
+        batch: a pytree of tensors, real or fake.
+        buffers: where each buffer of the template is held.
+        device: where the program runs.
+
+    Raises:
+        ShardwiseError: the model breaks a rule of units or the loss is not a loss.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tracer = Tracer(plan, stage, mode, device)
+    guide, stage.guide = stage.guide, tracer
+    held = {name: table[key] for name, (table, key) in buffers.items()}
+    fakes = {name: mode.from_tensor(value) for name, value in held.items()}
+    versions = {name: fake._version for name, fake in fakes.items()}
+    aux: tuple[str, ...] | None = None
+    note = ""
+    try:
+        for name, (table, key) in buffers.items():
+            table[key] = fakes[name]
+        inputs = optree.tree_map(
+            lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch
+        )
+        with mode, torch.enable_grad():
+            tracer.enter("")
+            aux = tuple(parse_loss(loss_fn(stage.template.module, inputs), inputs).aux)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        note = _where(error)
+    finally:
+        written = tuple(
+            name
+            for name, (table, key) in buffers.items()
+            if table[key] is not fakes[name] or fakes[name]._version != versions[name]
+        )
+        for name, (table, key) in buffers.items():
+            table[key] = held[name]
+        tracer.close()
+        stage.guide = guide
+    return Trace(tuple(tracer.events), aux, written, note)
+
+
+def _where(error: BaseException) -> str:
+    """The user's line that ended the trace."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in frame.filename and "/shardwise/" not in frame.filename
+    ]
+    place = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "torch"
+    first = (str(error).splitlines() or [""])[0]
+    return f"the trace ended at {place} ({type(error).__name__}: {first})"
+
+
+def complete(events: Sequence[Event], plan: Plan, default: Sequence[Event]) -> tuple[Event, ...]:
+    """The traced events with every unit that was not met put where it is registered.
+
+    A unit that this batch does not use may be used by the next one, so all of them have a turn.
+    """
+    result = list(events)
+    open_units = [e.unit for e in _unclosed(result, plan)]
+    result += [Event("leave", unit) for unit in reversed(open_units)]
+    rank = {unit.name: index for index, unit in enumerate(plan.units)}
+    met = {event.unit for event in result}
+    for event in default:
+        if event.kind == "enter" and event.unit not in met:
+            met.add(event.unit)
+            pair = [event]
+            if any(e.kind == "leave" and e.unit == event.unit for e in default):
+                pair.append(Event("leave", event.unit, event.grad))
+            place = _place(result, event.unit, rank)
+            result[place:place] = pair
+    return tuple(result)
+
+
+def _unclosed(events: Sequence[Event], plan: Plan) -> list[Event]:
+    kinds = {unit.name: unit.kind for unit in plan.units}
+    open_events: list[Event] = []
+    for event in events:
+        if kinds[event.unit] != "unit":
+            continue
+        if event.kind == "enter":
+            open_events.append(event)
+        else:
+            open_events = [e for e in open_events if e.unit != event.unit]
+    return open_events
+
+
+def _place(events: Sequence[Event], unit: str, rank: Mapping[str, int]) -> int:
+    """Inside the enclosing unit if there is one, else before the first unit registered later."""
+    for index, event in enumerate(events):
+        if event.kind == "leave" and unit.startswith(event.unit + "."):
+            return index
+    depth = 0
+    for index, event in enumerate(events):
+        if event.kind == "enter" and depth <= 0 and rank[event.unit] > rank[unit]:
+            return index
+        has_leave = any(e.kind == "leave" and e.unit == event.unit for e in events)
+        depth += (1 if event.kind == "enter" else -1) if has_leave else 0
+    return len(events)
+
+
+def merge(orders: Sequence[Sequence[Event]], default: Sequence[Event]) -> tuple[Event, ...] | None:
+    """One order that every rank's order is a part of, or None if they contradict each other."""
+    if all(tuple(order) == tuple(orders[0]) for order in orders):
+        return tuple(orders[0])
+    for candidate in (default, *sorted(orders, key=len, reverse=True)):
+        if all(_is_part(order, candidate) for order in orders):
+            return tuple(candidate)
+    return None
+
+
+def _is_part(order: Sequence[Event], whole: Sequence[Event]) -> bool:
+    position = iter((event.kind, event.unit) for event in whole)
+    return all((event.kind, event.unit) in position for event in order)

@@ -1,0 +1,185 @@
+"""One unit on one rank: its buffers, and where its parameters are bound in the template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.functional import Template
+from shardwise.sharding.movement import Collective, Mover
+from shardwise.transforms.binding import Binding
+from shardwise.transforms.buffers import BucketBuffers
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One run of a unit: the tensors that stand for its parameters in this run."""
+
+    unit: UnitRuntime
+    parameters: list[Tensor]
+
+
+class UnitRuntime:
+    """Buffers and binding sites of one unit.
+
+    Args:
+        name: module path; `""` is the root.
+        kind: `unit`, `child` (of the root; stays open) or `root`.
+        keep: stay gathered between forward and backward.
+        buckets: the unit's buckets.
+        template: where to bind.
+        mover: the choke point.
+        device: where the buffers live.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        *,
+        keep: bool,
+        buckets: Sequence[Bucket],
+        template: Template,
+        mover: Mover,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.keep = keep or kind != "unit"
+        ordered = sorted(buckets, key=lambda bucket: not bucket.trainable)
+        by_bucket = {bucket.name: BucketBuffers(bucket, mover, device) for bucket in buckets}
+        self.buffers = list(by_bucket.values())
+        self._ordered = [by_bucket[bucket.name] for bucket in ordered]
+        self.paths = [path for bucket in ordered for path in bucket.paths]
+        self.trainable = [path for bucket in ordered if bucket.trainable for path in bucket.paths]
+        self.moves = any(b.gather or b.reduce or b.sum_axes for b in buckets)
+        self._binding = Binding(name, self.paths, template)
+        self._leaves = [
+            (buffers, _leaf(buffers.bucket, device))
+            for buffers in self._ordered
+            if buffers.bucket.trainable
+        ]
+        self.call: Call | None = None
+        self.depth = 0
+        self._filled = False
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether modules see values."""
+        return self.call is not None
+
+    @property
+    def storage_pointers(self) -> set[int]:
+        """Where the values lie that must not leave the unit."""
+        return {buffers.storage_pointer for buffers in self.buffers}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the compute views hold values."""
+        return all(buffers.is_full for buffers in self.buffers)
+
+    def leaves(self) -> list[tuple[BucketBuffers, Tensor]]:
+        """The differentiable inputs of `Enter`, one for each trainable bucket."""
+        return self._leaves
+
+    def load(self, flats: dict[str, Tensor]) -> None:
+        """Take the resting shards of this step."""
+        for buffers in self.buffers:
+            buffers.load(flats[buffers.bucket.name])
+
+    def start(self, items: Sequence[Sequence[Collective]]) -> None:
+        """Begin to gather all buckets."""
+        for buffers, bucket_items in zip(self.buffers, items, strict=True):
+            buffers.start(bucket_items)
+
+    def finish(self) -> None:
+        """Have all buckets full."""
+        for buffers in self.buffers:
+            buffers.finish()
+
+    def drop(self) -> None:
+        """End gathers that this rank does not need."""
+        for buffers in self.buffers:
+            buffers.drop()
+
+    def empty(self) -> None:
+        """Free the compute buffers."""
+        for buffers in self.buffers:
+            buffers.empty()
+
+    def reset(self) -> None:
+        """Unbind and free everything, whatever the state."""
+        if self.call is not None:
+            self._binding.restore()
+            self.call = None
+        self.depth = 0
+        for buffers in self.buffers:
+            buffers.reset()
+
+    def aliases(self) -> list[Tensor]:
+        """Fresh tensors over the compute views of the trainable parameters.
+
+        They have version counters of their own (`.data`): a refill writes the same values again and
+        must not look like a modification of what autograd saved.
+        """
+        return [
+            view.data
+            for buffers in self._ordered
+            if buffers.bucket.trainable
+            for view in buffers.views
+        ]
+
+    def _frozen(self) -> Iterator[Tensor]:
+        for buffers in self._ordered:
+            if not buffers.bucket.trainable:
+                yield from (view.data for view in buffers.views)
+
+    def bind(self, call: Call) -> None:
+        """Put the tensors of a call where the modules look for their parameters."""
+        if len(call.parameters) < len(self.paths):
+            call.parameters = [*call.parameters, *self._frozen()]
+        self._binding.bind(call.parameters)
+        self.call = call
+
+    def bound(self, path: str) -> Tensor:
+        """The tensor that stands for one parameter."""
+        assert self.call is not None
+        return self.call.parameters[self._binding.index[path]]
+
+    def unbind(self) -> None:
+        """Put the placeholders back; see `Binding.unbind`."""
+        if self.call is not None:
+            parameters, self.call = self.call.parameters, None
+            self._binding.unbind(parameters)
+
+    def reduce(
+        self, grads: Sequence[Tensor | None], items: Sequence[Sequence[Collective]]
+    ) -> list[Tensor]:
+        """Land the gradients of all trainable buckets; missing ones count as zero."""
+        by_name = {}
+        position = 0
+        given: dict[str, Sequence[Tensor | None]] = {}
+        for buffers in self._ordered:
+            if buffers.bucket.trainable:
+                count = len(buffers.bucket.paths)
+                part = grads[position : position + count]
+                given[buffers.bucket.name] = part or [None] * count
+                position += count
+        for number, buffers in enumerate(self.buffers):
+            if buffers.bucket.trainable:
+                bucket_items = items[number] if items else ()
+                by_name[buffers.bucket.name] = buffers.reduce(given[buffers.bucket.name], bucket_items)
+        return [by_name[buffers.bucket.name] for buffers, _ in self._leaves]
+
+
+def _leaf(bucket: Bucket, device: torch.device) -> Tensor:
+    """A differentiable placeholder of the landing shape that holds one element of memory."""
+    assert bucket.landing is not None
+    one: Any = torch.zeros(1, dtype=bucket.landing.dtype, device=device)
+    return one.expand(bucket.landing.length).requires_grad_()
+
