@@ -1,7 +1,7 @@
 """The split reference: one process that takes each rank's part in turn and adds the gradients.
 
-It uses no part of shardwise but the optimizer's definition, so equal bits mean that sharding,
-movement and order of addition change nothing.
+Of shardwise it uses the optimizer alone, on whole tensors, so equal bits mean that sharding,
+movement and the order of addition change nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+import shardwise as sw
 from shardwise.demo import engine
 from shardwise.demo.gpt import GPT
 from shardwise.demo.options import Options
@@ -46,8 +47,7 @@ def _train_split(
         )
         parts = zip(*(tensor.chunk(ranks) for tensor in batch.values()), strict=True)
         grads = _gradients(model, weights, [dict(zip(batch, part, strict=True)) for part in parts])
-        updates, opt_state = optimizer.update(grads, opt_state, weights)
-        weights = {path: weights[path] + updates[path] for path in weights}
+        weights, opt_state = sw.optim.apply_in_place(optimizer, weights, grads, opt_state)
     return weights
 
 

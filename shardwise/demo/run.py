@@ -13,7 +13,7 @@ from shardwise.demo import engine
 from shardwise.demo.gpt import GPT, GPTConfig, generate
 from shardwise.demo.options import Options, Outcome
 from shardwise.demo.reference import largest_difference
-from shardwise.demo.show import progress, summary
+from shardwise.demo.show import printable, progress, summary
 from shardwise.demo.text import standard_library, unigram_entropy
 from shardwise.sharding.job import join_job
 
@@ -51,7 +51,7 @@ def run(options: Options) -> Outcome:
     path = Path(options.out) / "weights.safetensors"
     weights = engine.full_weights(state)
     sample = _save_and_sample(weights, path) if job.rank == 0 else ""
-    console.print(sample, markup=False, highlight=False)
+    console.print(f"weights: {path}\nsample:\n{sample}\n", markup=False, highlight=False)
     difference = largest_difference(corpus.train, options, job.world) if options.check else None
     outcome = Outcome(
         ranks=job.world,
@@ -79,4 +79,4 @@ def _save_and_sample(weights: dict[str, Tensor], path: Path) -> str:
     model = GPT()
     model.load_state_dict(load_file(path))
     text = generate(model.eval(), _PROMPT, length=_SAMPLE_BYTES, temperature=_TEMPERATURE, seed=0)
-    return text.decode("utf-8", errors="replace")
+    return printable(text)

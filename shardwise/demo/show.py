@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from shardwise.demo.options import Outcome, Traffic
+from shardwise.demo.options import Outcome
 
 _PLAIN_EVERY_STEPS = 20
 
@@ -52,38 +52,44 @@ def progress(console: Console, *, steps: int, predicted_bytes: int) -> Iterator[
 
 
 def summary(outcome: Outcome) -> Table:
-    """The closing table: losses beside the entropy, speed, and predictions beside measurements."""
+    """The closing table: losses beside the entropy, speed, and measurements beside predictions."""
     table = Table(title=f"{outcome.ranks} ranks", title_justify="left")
     table.add_column("")
     table.add_column("measured", justify="right")
-    table.add_column("beside it", justify="right")
-    entropy = f"{outcome.unigram_nats:.3f} unigram entropy"
-    table.add_row("train loss, nats per byte", f"{outcome.train_loss:.3f}", entropy)
-    table.add_row("eval loss, nats per byte", f"{outcome.eval_loss:.3f}", entropy)
-    table.add_row("speed", f"{outcome.tokens_per_second:,.0f} tokens/s", "")
+    table.add_column("compared with", justify="right")
+    entropy = f"unigram {outcome.unigram_nats:.3f}"
+    table.add_row("train loss, nats/byte", f"{outcome.train_loss:.3f}", entropy)
+    table.add_row("eval loss, nats/byte", f"{outcome.eval_loss:.3f}", entropy)
+    table.add_row("tokens/s", f"{outcome.tokens_per_second:,.0f}", "")
     table.add_row(
-        "bytes at rest per rank",
+        "rest bytes per rank",
         f"{outcome.measured_bytes:,}",
-        f"{outcome.predicted_bytes:,} predicted",
+        f"predicted {outcome.predicted_bytes:,}",
     )
-    same = "the same list" if outcome.same_collectives else "ANOTHER LIST"
-    table.add_row("collectives per step", moved(outcome.executed), f"{same} predicted")
-    table.add_row("", "", f"{moved(outcome.predicted)} predicted")
+    table.add_row(
+        "collectives per step", str(outcome.executed.count), f"predicted {outcome.predicted.count}"
+    )
+    table.add_row(
+        "payload bytes per step",
+        f"{outcome.executed.payload_bytes:,}",
+        f"predicted {outcome.predicted.payload_bytes:,}",
+    )
+    order = "the same" if outcome.same_collectives else "ANOTHER"
+    table.add_row("kinds, axes and order", order, "prediction")
     if outcome.largest_difference is not None:
-        table.add_row(
-            "largest difference of a weight", f"{outcome.largest_difference}", "split reference"
-        )
-    table.add_row("weights", outcome.weights, "")
+        found = f"{outcome.largest_difference}"
+        table.add_row("largest weight difference", found, "split reference")
     return table
 
 
-def moved(traffic: Traffic) -> str:
-    """Number and payload of collectives.
+def printable(text: bytes) -> str:
+    """Text for a terminal: what is not a printable character or a line break is shown as `?`.
 
-    >>> moved(Traffic(14, 5_120_000))
-    '14 with 5,120,000 B'
+    >>> printable(b"def f(x):" + bytes([10, 27, 255]))
+    'def f(x):\\n??'
     """
-    return f"{traffic.count} with {traffic.payload_bytes:,} B"
+    decoded = text.decode("utf-8", errors="replace")
+    return "".join(c if (c.isprintable() and c.isascii()) or c == "\n" else "?" for c in decoded)
 
 
 def kib(num_bytes: int) -> str:

@@ -14,6 +14,7 @@ from rich.text import Text
 from shardwise.sharding.derived import Derived
 from shardwise.sharding.edits import Edit, KeepEdit, PrefetchEdit, TreeAtEdit
 from shardwise.sharding.homes import HOMES
+from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.repeats import collapse, render_group
 from shardwise.sharding.spec import Spec, local_shape
 from shardwise.sharding.tree import selects
@@ -28,8 +29,7 @@ def describe(derived: Derived) -> str:
     """The table of a plan: repeated blocks in one line, bytes per rank, settings below.
 
     `pad n` marks an uneven cut: so many rows of padding over all ranks, on the wire only.
-    Parameters rest once; the master copy counts beside them where `opt` lies elsewhere or has
-    another dtype. The moments of the optimizer are known only to `lower`.
+    The moments of the optimizer are known only to `lower`.
     """
     rows = {info.path: _row(derived, info) for info in derived.infos}
     rest_bytes = {info.path: rest_bytes_per_rank(derived, info) for info in derived.infos}
@@ -44,11 +44,17 @@ def describe(derived: Derived) -> str:
 
 
 def rest_bytes_per_rank(derived: Derived, info: ParamInfo) -> int:
-    """Bytes of a parameter, and of its master copy if it has one, on every rank between steps."""
-    specs = {derived.params[info.path]}
-    if info.path in derived.opt:
-        specs.add(derived.opt[info.path])
-    return sum(_local_bytes(derived, info, spec) for spec in specs)
+    """Bytes of a parameter, and of its master copy if it has one, on every rank between steps.
+
+    Where `opt` only cuts `params` further, in the same dtype, the master is a part of the
+    parameter and takes no room of its own.
+    """
+    params = derived.params[info.path]
+    opt = derived.opt.get(info.path, params)
+    total = _local_bytes(derived, info, params)
+    if _refines(opt, params, derived.mesh):
+        return total
+    return total + _local_bytes(derived, info, opt)
 
 
 def format_bytes(count: float) -> str:
@@ -129,7 +135,21 @@ def _footer(derived: Derived, rest_bytes: Mapping[str, int]) -> Iterator[str]:
         f"{f', {len(frozen)} frozen' if frozen else ''}   {units} units"
     )
     yield "   ".join(settings)
-    yield f"at rest per rank: {format_bytes(sum(rest_bytes.values()))} (optimizer moments: see lower)"
+    total = format_bytes(sum(rest_bytes.values()))
+    yield f"at rest per rank: {total} (optimizer moments: see lower)"
+
+
+def _refines(fine: Spec, coarse: Spec, mesh: Mesh) -> bool:
+    """Whether one layout only cuts the blocks of the other."""
+    if (fine.dtype, fine.memory) != (coarse.dtype, coarse.memory):
+        return False
+    dims = range(coarse.axes.ndim)
+    pairs = ([_real(spec.dim_axes(dim), mesh) for spec in (fine, coarse)] for dim in dims)
+    return all(inner[: len(outer)] == outer for inner, outer in pairs)
+
+
+def _real(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if mesh[axis] > 1)
 
 
 def _local_bytes(derived: Derived, info: ParamInfo, spec: Spec) -> int:

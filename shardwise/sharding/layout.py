@@ -149,7 +149,8 @@ class Regroup:
         """Views of one coarse block in the shapes that `fine_pieces` has for the same entry."""
         (pre, _, chunk, post), full, rest = self._cuts[index]
         if rest == 0 and full == self.parts and pre == 1:
-            return [block.reshape(*self.sizes, chunk * post).permute(self._reversed)]
+            rows = block.reshape(*self.sizes, chunk * post)
+            return [rows if len(self.sizes) == 1 else rows.permute(self._reversed)]
         grid = block.reshape(pre, -1, post)
         if rest == 0 and full == self.parts:
             cut = grid.unflatten(1, (*self.sizes, chunk))

@@ -165,7 +165,8 @@ class Mover:
     def _check(self, kind: str, nbytes: int, item: Collective) -> None:
         position = len(self.executed)
         expected = self._expected[position] if position < len(self._expected) else None
-        if expected == item and kind == item.kind and nbytes == item.nbytes:
+        same = expected is item or expected == item
+        if same and kind == item.kind and nbytes == item.nbytes:
             self.executed.append(item)
             return
         raise ImplicitCommError(

@@ -57,6 +57,7 @@ class BucketBuffers:
         self._flat: Tensor | None = None
         self._pending: Pending | None = None
         self.in_flight = False
+        self._same_dtype = bucket.params.dtype == bucket.compute.dtype
         self.views: list[Tensor] = []
         self._full: Storage | None = None
         self._stack: Storage | None = None
@@ -102,7 +103,7 @@ class BucketBuffers:
             return
         assert self._flat is not None
         self._stack.take()
-        wire = self._flat.to(self.bucket.compute.dtype)
+        wire = self._flat if self._same_dtype else self._flat.to(self.bucket.compute.dtype)
         self._pending = gather(self._mover, wire, self._stack.tensor, items)
 
     def finish(self) -> None:

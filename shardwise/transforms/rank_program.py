@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from shardwise.transforms.buffer_sync import (
 )
 from shardwise.transforms.checks import checked
 from shardwise.transforms.initialise import FromModule, InitModule, Shards, init_from_seed
-from shardwise.transforms.loss import Loss, parse_loss
+from shardwise.transforms.loss import Loss, Mean, parse_loss
 from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
 from shardwise.transforms.metrics import Metrics
 from shardwise.transforms.runtime import Engine
@@ -245,11 +246,10 @@ class RankProgram:
         """
         if self.lowering.aux is None:
             self._learn_aux(loss, failure)
-        head: list[Any] = [loss.total, loss.count, 0.0] if loss else [0.0, 0.0, 1.0]
-        head += [float(path in self.engine.used) for path in flags]
-        for name in self.lowering.aux or ():
-            head += [loss.aux[name].total, loss.aux[name].count] if loss else [0.0, 0.0]
-        values = torch.stack([_scalar(value, self.device) for value in head])
+        used = self.engine.used
+        plain = [0.0 if loss else 1.0, *(float(path in used) for path in flags)]
+        means = [Mean(loss.total, loss.count), *loss.aux.values()] if loss else []
+        values = pack_scalars(means, 1 + len(self.lowering.aux or ()), plain, self.device)
         items = self.lowering.scalar_items if flags else self.lowering.eval_scalar_items
         self.mover.expect(items)
         values = packed_sum(self.mover, values, items)
@@ -297,8 +297,16 @@ def make_home(lowering: Lowering, rank: int, device_mesh: DeviceMesh) -> Home:
     return Home(lowering.all_buckets, specs, aliases, plan.mesh, rank, device_mesh)
 
 
-def _scalar(value: Any, device: torch.device) -> Tensor:
-    return torch.as_tensor(value, device=device).detach().double().reshape(())
+def pack_scalars(
+    means: Sequence[Mean], num_means: int, plain: Sequence[float], device: torch.device
+) -> Tensor:
+    """`[total, count, *plain, aux total, aux count, ...]` in float64; zeros without means."""
+    if not means:
+        return torch.tensor([0.0, 0.0, *plain, *[0.0] * (2 * num_means - 2)], dtype=torch.float64).to(device)
+    scalars = [part for mean in means for part in (mean.total, mean.count)]
+    parts = [torch.as_tensor(p, device=device).detach().double().reshape(1) for p in scalars]
+    flags = torch.tensor(plain, dtype=torch.float64).to(device)
+    return torch.cat([*parts[:2], flags, *parts[2:]])
 
 
 def _nothing_to_average() -> BatchError:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwise.sharding.errors import OrderError, UnitError
 from shardwise.transforms.order import Action, Schedule, Walk
@@ -37,7 +36,6 @@ class Enter(torch.autograd.Function):
         return (*call.parameters, leaves[0].new_zeros(()))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Empty the unit, then reduce."""
         return (None, None, *ctx.engine.on_enter_backward(ctx.call, grads[:-1]))
@@ -54,7 +52,6 @@ class Leave(torch.autograd.Function):
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Refill, then let the gradients pass."""
         ctx.engine.on_leave_backward(ctx.call)
@@ -72,7 +69,6 @@ class Close(torch.autograd.Function):
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """The unit's backward is over."""
         ctx.call.unit.unbind()
