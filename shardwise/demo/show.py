@@ -83,10 +83,10 @@ def summary(outcome: Outcome) -> Table:
 
 
 def printable(text: bytes) -> str:
-    """Text for a terminal: what is not a printable character or a line break is shown as `?`.
+    r"""Text for a terminal: what is not a printable character or a line break is shown as `?`.
 
     >>> printable(b"def f(x):" + bytes([10, 27, 255]))
-    'def f(x):\\n??'
+    'def f(x):\n??'
     """
     decoded = text.decode("utf-8", errors="replace")
     return "".join(c if (c.isprintable() and c.isascii()) or c == "\n" else "?" for c in decoded)

@@ -103,7 +103,8 @@ def lower(
         return lowered
     device = torch.device("cpu")
     stage = Stage(make_template(module, plan.infos, device), plan.units, _Nobody())
-    seen = trace(plan, stage, loss_fn, batch, find_buffers(stage.template.module), device)
+    sites = find_buffers(stage.template.module)
+    seen = trace(plan, stage, loss_fn, batch, sites, device, lowered.staying)
     return lowered.with_trace(seen, seen.events)
 
 

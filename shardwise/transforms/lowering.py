@@ -13,7 +13,7 @@ from shardwise.sharding.buckets import Bucket, Route, route
 from shardwise.sharding.movement import Collective, packed_items
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.redistribute import route_items
-from shardwise.transforms.order import Event, Schedule, make_schedule, registration_order
+from shardwise.transforms.order import Event, Schedule, make_schedule, registration_order, stays_open
 from shardwise.transforms.trace import LossFunction, Trace, complete
 
 FIXED_SCALARS = 3
@@ -52,6 +52,11 @@ class Lowering:
     def all_buckets(self) -> tuple[Bucket, ...]:
         """All buckets in unit order."""
         return tuple(bucket for members in self.buckets.values() for bucket in members)
+
+    @cached_property
+    def staying(self) -> frozenset[str]:
+        """Units that stay open once they are entered."""
+        return stays_open(self.plan, self.buckets)
 
     @cached_property
     def schedule(self) -> Schedule:

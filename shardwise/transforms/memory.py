@@ -169,7 +169,6 @@ def _passes_peak(lowering: Lowering) -> int:
     """Peak of forward and backward."""
     level = _Level()
     buckets = lowering.buckets
-    kinds = {unit.name: unit.kind for unit in lowering.plan.units}
     schedule = lowering.schedule
 
     def start(action: Action) -> None:
@@ -184,7 +183,7 @@ def _passes_peak(lowering: Lowering) -> int:
         level.remove(sum(full_bytes(b) for b in buckets[unit]))
 
     def stays(unit: str) -> bool:
-        return kinds[unit] != "unit" or unit in lowering.plan.keep
+        return unit in lowering.staying
 
     walk = Walk(schedule.forward, schedule.prefetch, start)
     for index, action in enumerate(schedule.forward):

@@ -39,12 +39,28 @@ class Action:
     items: tuple[tuple[Collective, ...], ...]
 
 
+def stays_open(plan: Plan, buckets: Mapping[str, Sequence[Bucket]]) -> frozenset[str]:
+    """Units that are entered once and stay bound until their backward: nothing would be emptied.
+
+    These are the root and its children, units that the plan keeps gathered, and units whose modules
+    read the `params` home itself.
+    """
+    return frozenset(
+        unit.name
+        for unit in plan.units
+        if unit.kind != "unit"
+        or unit.name in plan.keep
+        or all(bucket.in_place for bucket in buckets[unit.name])
+    )
+
+
 def registration_order(plan: Plan, buckets: Mapping[str, Sequence[Bucket]]) -> tuple[Event, ...]:
     """Each unit once, in the order in which modules were registered, inner ones inside outer."""
     events: list[Event] = []
     open_units: list[str] = []
     trainable_before = False
     grads: dict[str, bool] = {}
+    staying = stays_open(plan, buckets)
 
     def close(until: str) -> None:
         while open_units and not until.startswith(open_units[-1] + "."):
@@ -56,7 +72,7 @@ def registration_order(plan: Plan, buckets: Mapping[str, Sequence[Bucket]]) -> t
         grads[unit.name] = trainable_before
         close(unit.name)
         events.append(Event("enter", unit.name, trainable_before))
-        if unit.kind == "unit":
+        if unit.name not in staying:
             open_units.append(unit.name)
     close("")
     return tuple(events)
@@ -141,7 +157,6 @@ def make_schedule(
     plan: Plan, buckets: Mapping[str, Sequence[Bucket]], events: Sequence[Event]
 ) -> Schedule:
     """Derive what every event moves."""
-    kinds = {unit.name: unit.kind for unit in plan.units}
     forward = tuple(
         Action(event, "gather", gathers(buckets[event.unit], event.unit, "forward"))
         if event.kind == "enter"
@@ -154,7 +169,7 @@ def make_schedule(
         if event.kind == "enter":
             reduces = reductions(members, plan.mesh, event.unit) if event.grad else ()
             backward.append(Action(event, "reduce", reduces))
-        elif event.grad and kinds[event.unit] == "unit" and event.unit not in plan.keep:
+        elif event.grad:
             items = gathers(members, event.unit, "backward")
             backward.append(Action(event, "gather", items))
     return Schedule(tuple(events), forward, tuple(backward), plan.prefetch)

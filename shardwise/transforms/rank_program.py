@@ -62,8 +62,7 @@ class RankProgram:
         units = {
             unit.name: UnitRuntime(
                 unit.name,
-                unit.kind,
-                keep=unit.name in plan.keep,
+                stays=unit.name in lowering.staying,
                 buckets=lowering.buckets[unit.name],
                 template=self.template,
                 mover=self.mover,

@@ -210,7 +210,7 @@ class Engine:
 
     def _guard_inputs(self, call: Call, inputs: Any) -> Any:
         """Without trainable parameters only the inputs tell when backward is over."""
-        if inputs is None or call.unit.kind != "unit":
+        if inputs is None or call.unit.stays:
             return None
 
         def guard(tensors: list[Tensor]) -> Sequence[Tensor]:
@@ -228,7 +228,7 @@ class Engine:
         if self.phase == "backward" or self.phase == "idle":
             return output
         unit.depth -= 1
-        if unit.depth or unit.kind != "unit":
+        if unit.depth or unit.stays:
             return output
         index = self._turn("leave", unit)
         if index is not None:
@@ -238,8 +238,7 @@ class Engine:
         assert call is not None
         output = replace_tensors(output, unit.name, lambda tensors: self._leave(call, tensors))
         unit.unbind()
-        if self.phase == "eval" or not unit.keep:
-            unit.empty()
+        unit.empty()
         return output
 
     def _leave(self, call: Call, tensors: list[Tensor]) -> Sequence[Tensor]:
@@ -257,10 +256,10 @@ class Engine:
     def resolve(self, path: str, name: str) -> Tensor:
         """A value for a placeholder that is read: children of the root are entered by a read."""
         unit = self.units[name]
-        if self.phase in ("train", "eval") and unit.kind == "child" and not unit.is_bound:
+        if self.phase in ("train", "eval") and unit.stays and not unit.is_bound:
             self.enter(name)
             unit.depth = 0
-        if unit.is_bound and unit.kind != "unit":
+        if unit.is_bound and unit.stays:
             return unit.bound(path)
         raise read_outside(path, name, _PHASES[self.phase])
 
@@ -269,12 +268,11 @@ class Engine:
     def on_leave_backward(self, call: Call) -> None:
         """Refill a unit that was emptied, and bind it for a recomputation inside."""
         unit = call.unit
-        index = self._turn("leave", unit) if not unit.keep else None
+        index = self._turn("leave", unit)
         if index is not None:
             self._pass_until(index)
             self._walk.meet(index)
-        if not unit.keep:
-            unit.finish()
+        unit.finish()
         unit.bind(call)
 
     def on_enter_backward(self, call: Call, grads: Sequence[Tensor | None]) -> list[Tensor]:
@@ -335,7 +333,7 @@ class Engine:
             if action.kind == "reduce":
                 self._pass_reduce(action, unit, silent)
                 continue
-            if action.event.kind == "leave" and unit.depth and not silent and unit.kind == "unit":
+            if action.event.kind == "leave" and unit.depth and not silent:
                 raise OrderError(
                     f"Unit {unit.name!r} is still running where the lowered order has left it.",
                     where=_PHASES[self.phase],

@@ -45,7 +45,9 @@ def settle(
     seen: Trace | None = None
     failure: Exception | None = None
     try:
-        seen = trace(lowering.plan, stage, lowering.loss_fn, batch, sites, device)
+        seen = trace(
+            lowering.plan, stage, lowering.loss_fn, batch, sites, device, lowering.staying
+        )
     except ShardwiseError as error:
         failure = error
     report = _Report(_structure(batch), seen, str(failure or ""))

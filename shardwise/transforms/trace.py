@@ -47,8 +47,15 @@ class Trace:
 class Tracer:
     """The guide of a trace: binds fake parameters and writes down who came when."""
 
-    def __init__(self, plan: Plan, stage: Stage, mode: FakeTensorMode, device: torch.device) -> None:
-        self._kinds = {unit.name: unit.kind for unit in plan.units}
+    def __init__(
+        self,
+        plan: Plan,
+        stage: Stage,
+        mode: FakeTensorMode,
+        device: torch.device,
+        staying: frozenset[str],
+    ) -> None:
+        self._staying = staying
         self._bindings: dict[str, Binding] = {}
         self._values: dict[str, list[Tensor]] = {}
         self._open: dict[str, int] = {}
@@ -69,7 +76,7 @@ class Tracer:
     def enter(self, unit: str, inputs: Any = None) -> Any:
         """Bind and note."""
         if self._open.get(unit):
-            self._open[unit] += self._kinds[unit] == "unit"
+            self._open[unit] += unit not in self._staying
             return
         self._open[unit] = 1
         self._bindings[unit].bind(self._values[unit])
@@ -79,7 +86,7 @@ class Tracer:
 
     def leave(self, unit: str, output: Any) -> Any:
         """Unbind and note; a frozen unit has a backward if its output has one."""
-        if self._kinds[unit] != "unit":
+        if unit in self._staying:
             return output
         self._open[unit] -= 1
         if self._open[unit]:
@@ -93,9 +100,9 @@ class Tracer:
 
     def resolve(self, path: str, unit: str) -> Tensor:
         """A read binds a child of the root."""
-        if self._kinds[unit] == "child" and not self._open.get(unit):
+        if unit in self._staying and not self._open.get(unit):
             self.enter(unit)
-        if self._kinds[unit] == "unit" or not self._open.get(unit):
+        if not self._open.get(unit) or unit not in self._staying:
             raise read_outside(path, unit, "the trace of the forward pass")
         return self._values[unit][self._bindings[unit].index[path]]
 
@@ -130,6 +137,7 @@ def trace(
     batch: Any,
     buffers: Mapping[str, tuple[dict[str, Any], str]],
     device: torch.device,
+    staying: frozenset[str],
 ) -> Trace:
     """Run `loss_fn` once on fake tensors.
 
@@ -140,12 +148,13 @@ def trace(
         batch: a pytree of tensors, real or fake.
         buffers: where each buffer of the template is held.
         device: where the program runs.
+        staying: units that stay open once they are entered.
 
     Raises:
         ShardwiseError: the model breaks a rule of units or the loss is not a loss.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tracer = Tracer(plan, stage, mode, device)
+    tracer = Tracer(plan, stage, mode, device, staying)
     guide, stage.guide = stage.guide, tracer
     held = {name: table[key] for name, (table, key) in buffers.items()}
     fakes = {name: mode.from_tensor(value) for name, value in held.items()}
@@ -196,7 +205,8 @@ def complete(events: Sequence[Event], plan: Plan, default: Sequence[Event]) -> t
     A unit that this batch does not use may be used by the next one, so all of them have a turn.
     """
     result = list(events)
-    open_units = [e.unit for e in _unclosed(result, plan)]
+    left = {e.unit for e in default if e.kind == "leave"}
+    open_units = [e.unit for e in _unclosed(result) if e.unit in left]
     result += [Event("leave", unit) for unit in reversed(open_units)]
     rank = {unit.name: index for index, unit in enumerate(plan.units)}
     met = {event.unit for event in result}
@@ -211,12 +221,9 @@ def complete(events: Sequence[Event], plan: Plan, default: Sequence[Event]) -> t
     return tuple(result)
 
 
-def _unclosed(events: Sequence[Event], plan: Plan) -> list[Event]:
-    kinds = {unit.name: unit.kind for unit in plan.units}
+def _unclosed(events: Sequence[Event]) -> list[Event]:
     open_events: list[Event] = []
     for event in events:
-        if kinds[event.unit] != "unit":
-            continue
         if event.kind == "enter":
             open_events.append(event)
         else:

@@ -29,8 +29,7 @@ class UnitRuntime:
 
     Args:
         name: module path; `""` is the root.
-        kind: `unit`, `child` (of the root; stays open) or `root`.
-        keep: stay gathered between forward and backward.
+        stays: once entered, stay open until backward.
         buckets: the unit's buckets.
         template: where to bind.
         mover: the choke point.
@@ -40,17 +39,15 @@ class UnitRuntime:
     def __init__(
         self,
         name: str,
-        kind: str,
         *,
-        keep: bool,
+        stays: bool,
         buckets: Sequence[Bucket],
         template: Template,
         mover: Mover,
         device: torch.device,
     ) -> None:
         self.name = name
-        self.kind = kind
-        self.keep = keep or kind != "unit"
+        self.stays = stays
         ordered = sorted(buckets, key=lambda bucket: not bucket.trainable)
         by_bucket = {bucket.name: BucketBuffers(bucket, mover, device) for bucket in buckets}
         self.buffers = list(by_bucket.values())

@@ -1,0 +1,150 @@
+"""What a sharded program must agree with: the unsharded model, and the split reference.
+
+[Note: the split reference]
+One process that runs each data rank's part of the batch in turn and adds the gradients in the order
+in which the plan moves them: the axes that cut the landed gradient first, minor to major, then the
+other batch axes, minor to major, and within an axis in rank order. Addition of floating point
+numbers depends on nothing but that order, and the optimizers' bits do not depend on how a group is
+cut, so on the CPU a program and its split reference agree bit for bit. Exceptions: optimizers that
+read the norm of all gradients, and units that run several times in one forward pass (a program
+reduces each run by itself).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.optim.base import GradientTransform, Tensors, apply_in_place
+from shardwise.sharding.plan import Plan
+from shardwise.sharding.rng import key, keyed
+from shardwise.testing.plain import LossFunction, Part, PlainModel
+from shardwise.testing.split import Place, Split
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an oracle. Tensors are live: copy what must outlast the next step.
+
+    Args:
+        loss: mean over the global batch, 0-dim float64.
+        count: elements in that mean.
+        grads: gradients of the mean by path; parameters that no part used are absent.
+        params: all parameters by path, after the update.
+        opt: optimizer state over the trainable paths, after the update.
+        buffers: the module's buffers after the step.
+        aux: means of the auxiliary metrics.
+    """
+
+    loss: Tensor
+    count: Tensor
+    grads: Tensors
+    params: Tensors
+    opt: Any
+    buffers: Tensors
+    aux: Mapping[str, Tensor]
+
+
+def unsharded_run(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batches: Iterable[Any],
+    optimizer: GradientTransform,
+    *,
+    params: Mapping[str, Tensor] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+    frozen: Sequence[str] = (),
+) -> Iterator[Step]:
+    """Train the unsharded model on whole batches, by plain autograd and `optimizer.update`.
+
+    Args:
+        model: never modified.
+        loss_fn: as for `lower`.
+        batches: global batches.
+        optimizer: its definition (`update`) is used, never its in-place form.
+        params: initial values; default: the model's own.
+        buffers: initial values; default: the model's own.
+        frozen: paths that do not train.
+
+    >>> import shardwise as sw
+    >>> model, batch = nn.Linear(1, 1, bias=False), torch.tensor([[1.0], [3.0]])
+    >>> steps = unsharded_run(model, lambda m, x: m(x).mean(), [batch] * 2, sw.optim.sgd(0.1))
+    >>> [sorted(step.grads.items()) for step in steps]
+    [[('weight', tensor([[2.]]))], [('weight', tensor([[2.]]))]]
+    """
+    plain = PlainModel(model, params=params, buffers=buffers, frozen=frozen)
+    opt = optimizer.init(plain.trainable)
+    for batch in batches:
+        part = plain.run(loss_fn, batch)
+        count = part.loss.count.double()
+        found = {path: grad for path, grad in part.grads.items() if grad is not None}
+        grads = {path: (grad / count).to(grad.dtype) for path, grad in found.items()}
+        with torch.no_grad():
+            updates, opt = optimizer.update(grads, opt, plain.trainable)
+            for path, update in updates.items():
+                plain.params[path].add_(update)
+        loss = part.loss.total.detach().double() / count
+        aux = {
+            name: mean.total.detach().double() / mean.count
+            for name, mean in part.loss.aux.items()
+        }
+        yield Step(loss, count, grads, plain.params, opt, part.buffers, aux)
+
+
+def split_reference(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batches: Iterable[Any],
+    *,
+    plan: Plan,
+    optimizer: GradientTransform,
+    params: Mapping[str, Tensor] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+    seed: int = 0,
+) -> Iterator[Step]:
+    """Train as the plan's ranks do, in one process and without sharding; see the note above.
+
+    Costs the work of all data ranks, one after the other, and memory for the gradients of all.
+
+    Args:
+        model: the plan's module, or one like it; never modified.
+        loss_fn: as for `lower`.
+        batches: global batches; each is cut as `program.shard_batch` does.
+        plan: says which axes split the batch, and in which order gradients are added.
+        optimizer: its in-place form is used, as in a program.
+        params: initial values, for example `sw.to_global(state.params)`; default: the model's own.
+        buffers: initial values; default: the model's own.
+        seed: of `program.init`; keys dropout.
+
+    >>> import shardwise as sw
+    >>> model, batch = nn.Linear(1, 1, bias=False), torch.tensor([[1.0], [3.0]])
+    >>> plan = sw.plan(model, sw.Mesh(fsdp=2), sw.zero(2, "fsdp"))
+    >>> steps = split_reference(
+    ...     model, lambda m, x: m(x).mean(), [batch], plan=plan, optimizer=sw.optim.sgd(0.1))
+    >>> next(steps).grads
+    {'weight': tensor([[2.]])}
+    """
+    frozen = [info.path for info in plan.infos if not info.trainable]
+    plain = PlainModel(model, params=params, buffers=buffers, frozen=frozen)
+    opt = optimizer.init(plain.trainable)
+    split = Split(plan)
+    for number, batch in enumerate(batches):
+        before = plain.buffers()
+        parts: dict[Place, Part] = {}
+        for place, rows in split.cut(batch).items():
+            plain.write_buffers(before)
+            with keyed(key(seed, number, "step", *place), _CPU):
+                parts[place] = plain.run(loss_fn, rows)
+        count = split.scalar({p: part.loss.count for p, part in parts.items()})
+        loss = split.scalar({p: part.loss.total for p, part in parts.items()}) / count
+        grads = split.gradients(parts, 1.0 / count)
+        _, opt = apply_in_place(optimizer, plain.trainable, grads, opt)
+        after = split.buffers(before, parts)
+        plain.write_buffers(after)
+        yield Step(loss, count, grads, plain.params, opt, after, split.aux(parts))
