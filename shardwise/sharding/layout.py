@@ -5,10 +5,10 @@ A `Layout` puts the local blocks of several tensors one after the other in a fla
 padded to the same shape on every rank and offsets are multiples of 32 elements (64 bytes and more
 for every dtype of two bytes and more), so no shape depends on the rank and a cast moves no offset. `Layout.axes` are the mesh axes that cut every tensor (each along its own `dim`), major to
 minor; no axes means whole tensors. A layout whose axes extend those of another *refines* it. One
-buffer of the coarser layout equals the fine buffers of all ranks along the extra axes. Gathered
-fine buffers are stacked as `[n_last, ..., n_first, length]`: gathering over the major axis first
-and scattering over the minor axis first give that order, and the outermost (slowest) axis then
-carries the fewest bytes both ways.
+buffer of the coarser layout equals the fine buffers of all ranks along the extra axes. Gathering
+goes from the outermost axis of the mesh to the innermost, scattering the other way, whatever the
+order of the axes in the layout: the outermost (slowest) axis then carries the fewest bytes both
+ways. Gathered fine buffers are stacked as `[innermost, ..., outermost, length]`.
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ class Regroup:
         self.axes = fine.axes[len(coarse.axes) :]
         self.sizes = tuple(mesh[axis] for axis in self.axes)
         self.parts = math.prod(self.sizes)
-        self.stack = (*reversed(self.sizes), fine.length)
+        self.outer_first = tuple(axis for axis in mesh if axis in self.axes)
+        self.stack = (*(mesh[axis] for axis in reversed(self.outer_first)), fine.length)
+        self._to_stack = tuple(self.axes.index(axis) for axis in reversed(self.outer_first))
 
     @cached_property
     def _cuts(self) -> tuple[tuple[tuple[int, int, int, int], int, int], ...]:
@@ -150,12 +152,12 @@ class Regroup:
         (pre, _, chunk, post), full, rest = self._cuts[index]
         if rest == 0 and full == self.parts and pre == 1:
             rows = block.reshape(*self.sizes, chunk * post)
-            return [rows if len(self.sizes) == 1 else rows.permute(self._reversed)]
+            ranks = len(self.sizes)
+            return [rows if ranks == 1 else rows.permute(*self._to_stack, ranks)]
         grid = block.reshape(pre, -1, post)
         if rest == 0 and full == self.parts:
             cut = grid.unflatten(1, (*self.sizes, chunk))
-            ranks = range(len(self.sizes), 0, -1)
-            return [cut.permute(*ranks, 0, -2, -1)]
+            return [cut.permute(*(place + 1 for place in self._to_stack), 0, -2, -1)]
         pieces = []
         if full:
             head = grid.narrow(1, 0, full * chunk).unflatten(1, (full, chunk))
@@ -212,7 +214,3 @@ class Regroup:
             return []
         mine = self.fine.entries[index].view(flat).reshape(pre, chunk, post)
         return [(block.reshape(pre, rows, post).narrow(1, start, count), mine.narrow(1, 0, count))]
-
-    @cached_property
-    def _reversed(self) -> tuple[int, ...]:
-        return (*reversed(range(len(self.sizes))), len(self.sizes))

@@ -188,20 +188,20 @@ def all_reduce_bytes(nbytes: int, ranks: int) -> int:
 
 
 def gather_items(group: Regroup, unit: str, reason: str) -> tuple[Collective, ...]:
-    """The collectives that turn fine buffers into the stacked whole: major axis first."""
+    """The collectives that turn fine buffers into the stacked whole: outermost axis first."""
     items = []
     nbytes = group.fine.nbytes
-    for axis, size in zip(group.axes, group.sizes, strict=True):
+    for axis, size in zip(group.outer_first, reversed(group.stack[:-1]), strict=True):
         items.append(Collective("all_gather", axis, (size - 1) * nbytes, unit, reason))
         nbytes *= size
     return tuple(items)
 
 
 def scatter_items(group: Regroup, unit: str, reason: str) -> tuple[Collective, ...]:
-    """The collectives that sum and cut the stacked whole: minor axis first."""
+    """The collectives that sum and cut the stacked whole: innermost axis first."""
     items = []
     nbytes = group.fine.nbytes * group.parts
-    for axis, size in zip(reversed(group.axes), reversed(group.sizes), strict=True):
+    for axis, size in zip(reversed(group.outer_first), group.stack[:-1], strict=True):
         nbytes //= size
         items.append(Collective("reduce_scatter", axis, (size - 1) * nbytes, unit, reason))
     return tuple(items)
@@ -210,7 +210,7 @@ def scatter_items(group: Regroup, unit: str, reason: str) -> tuple[Collective, .
 def reduce_items(
     nbytes: int, axes: Sequence[str], mesh: Mesh, unit: str, reason: str
 ) -> tuple[Collective, ...]:
-    """All-reduces of one buffer over several axes: minor axis first."""
+    """All-reduces of one buffer over several axes: innermost first."""
     return tuple(
         Collective("all_reduce", axis, all_reduce_bytes(nbytes, mesh[axis]), unit, reason)
         for axis in reversed(axes)
@@ -248,7 +248,7 @@ def finish(pending: Pending | None) -> None:
 def packed_items(
     count: int, axes: Sequence[str], mesh: Mesh, reason: str
 ) -> tuple[Collective, ...]:
-    """The collectives of one packed reduction of `count` float64 scalars: minor axis first."""
+    """The collectives of one packed reduction of `count` float64 scalars: innermost axis first."""
     return tuple(
         Collective("all_gather", axis, (mesh[axis] - 1) * 8 * count, "", reason)
         for axis in reversed(axes)

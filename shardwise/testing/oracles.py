@@ -91,8 +91,7 @@ def unsharded_run(
                 plain.params[path].add_(update)
         loss = part.loss.total.detach().double() / count
         aux = {
-            name: mean.total.detach().double() / mean.count
-            for name, mean in part.loss.aux.items()
+            name: mean.total.detach().double() / mean.count for name, mean in part.loss.aux.items()
         }
         yield Step(loss, count, grads, plain.params, opt, part.buffers, aux)
 
@@ -141,10 +140,19 @@ def split_reference(
             plain.write_buffers(before)
             with keyed(key(seed, number, "step", *place), _CPU):
                 parts[place] = plain.run(loss_fn, rows)
-        count = split.scalar({p: part.loss.count for p, part in parts.items()})
-        loss = split.scalar({p: part.loss.total for p, part in parts.items()}) / count
-        grads = split.gradients(parts, 1.0 / count)
+        count = split.add_scalars({place: part.loss.count for place, part in parts.items()})
+        loss = split.add_scalars({place: part.loss.total for place, part in parts.items()}) / count
+        grads = split.add_gradients(parts, 1.0 / count)
         _, opt = apply_in_place(optimizer, plain.trainable, grads, opt)
-        after = split.buffers(before, parts)
+        after = split.average_buffers(before, parts)
         plain.write_buffers(after)
-        yield Step(loss, count, grads, plain.params, opt, after, split.aux(parts))
+        yield Step(loss, count, grads, plain.params, opt, after, _aux_means(split, parts))
+
+
+def _aux_means(split: Split, parts: Mapping[Place, Part]) -> dict[str, Tensor]:
+    names = next(iter(parts.values())).loss.aux
+    return {
+        name: split.add_scalars({p: part.loss.aux[name].total for p, part in parts.items()})
+        / split.add_scalars({p: part.loss.aux[name].count for p, part in parts.items()})
+        for name in names
+    }

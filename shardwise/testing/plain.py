@@ -50,7 +50,8 @@ class PlainModel:
             self.module.train()
         self.params: Tensors = {}
         self._leaves: dict[str, nn.Parameter] = {}
-        self._buffers = {path: (owner, name) for path, owner, name in _sites(self.module, "_buffers")}
+        buffer_sites = list(_sites(self.module, "_buffers"))
+        self._buffers = {path: (owner, name) for path, owner, name in buffer_sites}
         ties: dict[int, str] = {}
         for path, owner, name in _sites(self.module, "_parameters"):
             old = owner._parameters[name]
@@ -69,8 +70,8 @@ class PlainModel:
 
     def buffers(self) -> Tensors:
         """Copies of the buffers by path."""
-        found = {path: owner._buffers[name] for path, (owner, name) in self._buffers.items()}
-        return {path: buffer.detach().clone() for path, buffer in found.items() if buffer is not None}
+        sites = self._buffers.items()
+        return {path: owner.get_buffer(name).detach().clone() for path, (owner, name) in sites}
 
     def write_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Put copies of values in the place of the buffers."""

@@ -56,7 +56,7 @@ class BucketBuffers:
         self._device = device
         self._flat: Tensor | None = None
         self._pending: Pending | None = None
-        self.in_flight = False
+        self._in_flight = 0
         self._same_dtype = bucket.params.dtype == bucket.compute.dtype
         self.views: list[Tensor] = []
         self._full: Storage | None = None
@@ -97,18 +97,22 @@ class BucketBuffers:
             self.views = [entry.view(flat) for entry in self.bucket.params.entries]
 
     def start(self, items: Sequence[Collective]) -> None:
-        """Begin to gather; `finish` or `drop` must follow."""
-        self.in_flight = True
+        """Begin to gather; `finish` or `drop` must follow.
+
+        With prefetch a unit that is called again soon is gathered while an earlier gather of it is
+        in flight; both bring the same values into one stack.
+        """
         if self._stack is None:
             return
         assert self._flat is not None
+        finish(self._pending)
+        self._in_flight += 1
         self._stack.take()
         wire = self._flat if self._same_dtype else self._flat.to(self.bucket.compute.dtype)
         self._pending = gather(self._mover, wire, self._stack.tensor, items)
 
     def finish(self) -> None:
         """Put the gathered values where the compute views show them."""
-        self.in_flight = False
         if self._full is None or self._flat is None:
             return
         if self._stack is None:
@@ -119,15 +123,19 @@ class BucketBuffers:
         self._pending = None
         self._full.take()
         copy_all(self._out, self._in)
-        self._stack.give_back()
+        self._arrived(self._stack)
 
     def drop(self) -> None:
         """End a gather whose result nobody on this rank needs."""
-        self.in_flight = False
         if self._stack is not None:
             finish(self._pending)
             self._pending = None
-            self._stack.give_back()
+            self._arrived(self._stack)
+
+    def _arrived(self, stack: Storage) -> None:
+        self._in_flight -= 1
+        if self._in_flight == 0:
+            stack.give_back()
 
     def empty(self) -> None:
         """Free the compute views' memory."""
@@ -137,7 +145,7 @@ class BucketBuffers:
     def reset(self) -> None:
         """Free everything after a failure."""
         self._pending = None
-        self.in_flight = False
+        self._in_flight = 0
         for storage in (self._full, self._stack, self._send):
             if storage is not None:
                 storage.give_back()

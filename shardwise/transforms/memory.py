@@ -140,7 +140,10 @@ def stack_bytes(bucket: Bucket) -> int:
     if bucket.gather is None:
         return 0
     cast = bucket.wire.nbytes if bucket.wire.dtype != bucket.params.dtype else 0
-    return bucket.wire.nbytes * bucket.gather.parts + cast
+    stack = bucket.wire.nbytes * bucket.gather.parts
+    sizes = bucket.gather.stack[:-1]
+    partial = stack // sizes[0] if len(sizes) > 1 else 0
+    return stack + partial + cast
 
 
 def grad_bytes(bucket: Bucket) -> int:
@@ -154,7 +157,7 @@ def send_bytes(bucket: Bucket) -> int:
     """The send stack of a reduce-scatter and the largest part in flight beside the result."""
     if bucket.reduce is None or bucket.landing is None:
         return 0
-    sizes = list(reversed(bucket.reduce.sizes))
+    sizes = bucket.reduce.stack[:-1]
     stack = bucket.landing.nbytes * bucket.reduce.parts
     partial = stack // sizes[0] if len(sizes) > 1 else 0
     return stack + partial + receive_bytes(stack, sizes[0])
