@@ -17,6 +17,7 @@ from shardwise.transforms.loss import Mean
 from shardwise.transforms.lower import Lowered, lower
 from shardwise.transforms.metrics import Metrics
 from shardwise.transforms.program import Program
+from shardwise.transforms.trace import like
 from shardwise.transforms.zero import (
     freeze,
     keep_gathered,
@@ -44,6 +45,7 @@ __all__ = [
     "freeze",
     "from_module",
     "keep_gathered",
+    "like",
     "lower",
     "masked",
     "optim",

@@ -27,9 +27,8 @@ class Advance(Protocol):
 def progress(console: Console, *, steps: int, predicted_bytes: int) -> Iterator[Advance]:
     """A live bar on a terminal, a line every 20 steps elsewhere."""
     columns = (
-        TextColumn("step"),
         MofNCompleteColumn(),
-        BarColumn(bar_width=20),
+        BarColumn(bar_width=10),
         TextColumn("{task.description}"),
         TimeElapsedColumn(),
     )
@@ -40,10 +39,9 @@ def progress(console: Console, *, steps: int, predicted_bytes: int) -> Iterator[
         def advance(*, loss: float, tokens_per_second: float, rest_bytes: int) -> None:
             nonlocal done
             done += 1
-            text = (
-                f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  "
-                f"at rest {kib(rest_bytes)} a rank, predicted {kib(predicted_bytes)}"
-            )
+            # Bytes at rest per rank, measured/predicted: the whole bar fits 80 columns.
+            rest = f"rest {kib(rest_bytes)}/{kib(predicted_bytes)} KiB"
+            text = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  {rest}"
             bar.update(task, advance=1, description=text)
             if not console.is_terminal and (done % _PLAIN_EVERY_STEPS == 0 or done == steps):
                 console.print(f"step {done}/{steps}  {text}", highlight=False, soft_wrap=True)
@@ -93,9 +91,9 @@ def printable(text: bytes) -> str:
 
 
 def kib(num_bytes: int) -> str:
-    """A size in KiB.
+    """A size in KiB, without the unit.
 
     >>> kib(1_048_576)
-    '1,024 KiB'
+    '1,024'
     """
-    return f"{num_bytes / 1024:,.0f} KiB"
+    return f"{num_bytes / 1024:,.0f}"

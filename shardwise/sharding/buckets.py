@@ -4,8 +4,8 @@
 A bucket has one flat layout per home. Movement between two homes is the `Regroup` between their
 layouts, so DDP, ZeRO-1/2/3, hybrid and mixed plans differ only in `Layout.axes`. Two facts are
 decided here and nowhere else. Gradients *land* in the optimizer's layout when that refines their
-home, since nothing reads them in between: so ZeRO-1 moves a reduce-scatter and an all-gather, not an
-all-reduce and an all-gather. And the optimizer holds a master copy only when the `params` home
+home, since nothing reads them in between: so ZeRO-1 moves a reduce-scatter and an all-gather, not
+an all-reduce and an all-gather. And the optimizer holds a master copy only when the `params` home
 cannot give it back for free: it can, if the dtype is equal and the `opt` layout refines it.
 """
 

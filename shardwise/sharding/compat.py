@@ -11,6 +11,7 @@ try:
     from torch._subclasses import FakeTensorMode
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+    from torch.utils._python_dispatch import TorchDispatchMode
 except ImportError as error:
     raise ImportError(
         f"shardwise needs private parts of torch 2.11 to 2.13; torch {torch.__version__} moved "
@@ -22,6 +23,7 @@ __all__ = [
     "FakeTensorMode",
     "StridedShard",
     "TensorMeta",
+    "TorchDispatchMode",
     "copy_all",
     "device_mesh_without_backend",
     "plain_tensors",

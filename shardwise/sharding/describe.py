@@ -111,9 +111,7 @@ def _cell(derived: Derived, info: ParamInfo, spec: Spec) -> str:
 
 def _render(table: Table) -> str:
     # A console that is no terminal: neither colour nor wrapping may depend on where we print.
-    console = Console(
-        file=io.StringIO(), width=10_000, color_system=None, force_terminal=False, _environ={}
-    )
+    console = Console(file=io.StringIO(), width=10_000, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
     return capture.get()

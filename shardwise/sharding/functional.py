@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor, nn
 
 from shardwise.sharding.compat import plain_tensors
 from shardwise.sharding.errors import LowerError
 from shardwise.sharding.plan import ParamInfo
+from shardwise.sharding.pytree import tree_map
 
 Resolve = Callable[[str], Tensor]
 
@@ -54,7 +54,9 @@ class Placeholder(torch.Tensor):
     def make(cls, info: ParamInfo, device: torch.device) -> Placeholder:
         """A placeholder for one parameter of the plan."""
         empty = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="meta")
-        self = torch.Tensor._make_subclass(cls, empty, info.trainable)
+        self = empty.as_subclass(cls)
+        with plain_tensors():
+            self.requires_grad_(info.trainable)
         self.path = info.path
         self.device_bound = device
         return self
@@ -73,10 +75,10 @@ class Placeholder(torch.Tensor):
         if func in _ANSWERED_BY_META:
             with plain_tensors():
                 return func(*args, **(kwargs or {}))
-        args, keywords = optree.tree_map(_value, (args, dict(kwargs or {})), none_is_leaf=True)
+        args, keywords = tree_map(_value, (args, dict(kwargs or {})), none_is_leaf=True)
         return func(*args, **keywords)
 
-    def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __repr__(self, **_: Any) -> str:
         return f"Placeholder({self.path!r}, shape={tuple(self.shape)})"
 
 
@@ -104,9 +106,7 @@ class Template:
             placeholder.resolve = resolve
 
 
-def make_template(
-    module: nn.Module, infos: Iterable[ParamInfo], device: torch.device
-) -> Template:
+def make_template(module: nn.Module, infos: Iterable[ParamInfo], device: torch.device) -> Template:
     """Copy `module` with placeholders for its parameters and its buffers copied to `device`.
 
     Raises:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
+from shardwise.sharding.pytree import NAMESPACE, register
 from shardwise.sharding.state import Flats, Home, Leaves, fill_layout, landing_layouts
 
 
@@ -73,4 +73,4 @@ def _unflatten(meta: tuple[Any, ...], children: tuple[Any, ...]) -> Grads:
     return Grads(home, {}, used, buffers, loose=children[0])
 
 
-optree.register_pytree_node(Grads, _flatten, _unflatten, namespace="shardwise")
+register(Grads, _flatten, _unflatten, namespace=NAMESPACE)

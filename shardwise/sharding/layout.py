@@ -3,12 +3,13 @@
 [Note: flat layouts]
 A `Layout` puts the local blocks of several tensors one after the other in a flat buffer. Blocks are
 padded to the same shape on every rank and offsets are multiples of 32 elements (64 bytes and more
-for every dtype of two bytes and more), so no shape depends on the rank and a cast moves no offset. `Layout.axes` are the mesh axes that cut every tensor (each along its own `dim`), major to
-minor; no axes means whole tensors. A layout whose axes extend those of another *refines* it. One
-buffer of the coarser layout equals the fine buffers of all ranks along the extra axes. Gathering
-goes from the outermost axis of the mesh to the innermost, scattering the other way, whatever the
-order of the axes in the layout: the outermost (slowest) axis then carries the fewest bytes both
-ways. Gathered fine buffers are stacked as `[innermost, ..., outermost, length]`.
+for every dtype of two bytes and more), so no shape depends on the rank and a cast moves no offset.
+`Layout.axes` are the mesh axes that cut every tensor (each along its own `dim`), major to minor; no
+axes means whole tensors. A layout whose axes extend those of another *refines* it. One buffer of
+the coarser layout equals the fine buffers of all ranks along the extra axes. Gathering goes from
+the outermost axis of the mesh to the innermost, scattering the other way, whatever the order of the
+axes in the layout: the outermost (slowest) axis then carries the fewest bytes both ways. Gathered
+fine buffers are stacked as `[innermost, ..., outermost, length]`.
 """
 
 from __future__ import annotations

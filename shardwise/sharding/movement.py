@@ -128,7 +128,10 @@ class Mover:
             missing = self._expected[len(self.executed)]
             raise ImplicitCommError(
                 "A call ended before all its predicted collectives had run.",
-                facts=[f"ran {len(self.executed)} of {len(self._expected)}; next was", str(missing)],
+                facts=[
+                    f"ran {len(self.executed)} of {len(self._expected)}; next was",
+                    str(missing),
+                ],
                 why="Collectives that run equal lowered.collectives(), on every rank.",
                 fix="report this with the plan: it is a fault of shardwise",
                 ran=len(self.executed),

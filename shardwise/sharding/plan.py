@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.sharding.derived import Base, Derived, Precision
 from shardwise.sharding.describe import describe, difference, explain
 from shardwise.sharding.edits import Clauses, Edit
-from shardwise.sharding.errors import PlanError, strict_keywords
+from shardwise.sharding.errors import PatternError, PlanError, strict_keywords
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.naming import name_axes
 from shardwise.sharding.plan_json import decode, encode
@@ -269,9 +269,15 @@ def apply_transform(transform: Transform, before: Plan) -> Plan:
     """Apply, and check that a plan comes back.
 
     Raises:
+        PatternError: a pattern of it matches nothing.
         PlanError: it is not a transform.
     """
-    after = transform(before) if callable(transform) else None
+    try:
+        after = transform(before) if callable(transform) else None
+    except PatternError as error:
+        # A pattern is compiled and matched far below the transform that it was written in.
+        error.where = error.where or getattr(transform, "__name__", "")
+        raise
     if isinstance(after, Plan):
         return after
     gave = f"returned a {type(after).__name__}" if callable(transform) else "is no function"

@@ -2,12 +2,12 @@
 
 [Note: the baton]
 Each rank is a thread that runs real, plain-tensor code. Exactly one thread holds the baton; it runs
-until it needs its peers (a collective), leaves its contribution and hands the baton to the next rank
-that can go on. The last peer to arrive performs the collective for all of them, in rank order. So a
-simulated job is deterministic, every rank may take its own branch or hold data of its own size, and
-what would hang a real job - ranks that wait for different things, or one that ended early - is seen
-at once, because then nobody can take the baton. The default random generator travels with the
-baton: each rank has its own stream.
+until it needs its peers (a collective), leaves its contribution and hands the baton to the next
+rank that can go on. The last peer to arrive performs the collective for all of them, in rank order.
+So a simulated job is deterministic, every rank may take its own branch or hold data of its own
+size, and what would hang a real job - ranks that wait for different things, or one that ended early
+- is seen at once, because then nobody can take the baton. The default random generator travels with
+the baton: each rank has its own stream.
 """
 
 from __future__ import annotations
@@ -303,4 +303,3 @@ def simulate(mesh: Mesh) -> Iterator[World]:
 def current_world() -> World | None:
     """The simulation of the block around this call, if there is one."""
     return _CURRENT.get()
-

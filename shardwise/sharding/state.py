@@ -2,17 +2,17 @@
 
 [Note: donation]
 A step updates the buckets in place and returns a new handle on the same memory; the handle that was
-passed in is dead, and every access through it raises `DonatedStateError` with the step and the place
-that consumed it. Leaves taken out before are views of live memory and change with the next step.
+passed in is dead, and every access through it raises `DonatedStateError` with the step and the
+place that consumed it. Leaves taken out before are views of live memory and change with the next
+step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +23,7 @@ from shardwise.sharding.errors import DonatedStateError, StateError, nearest, su
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.placements import as_dtensor
+from shardwise.sharding.pytree import NAMESPACE, register, tree_leaves, tree_map
 from shardwise.sharding.spec import Spec, local_range
 
 Flats = dict[str, Tensor]
@@ -115,6 +116,15 @@ class Life:
     consumed_by: str = ""
 
 
+class Loose(NamedTuple):
+    """The leaves of a state that was built one by one, by path."""
+
+    params: Mapping[str, Any]
+    master: Mapping[str, Any]
+    opt: Any
+    buffers: Mapping[str, Tensor]
+
+
 @dataclass(frozen=True, eq=False)
 class State:
     """Everything a program carries from step to step; a node of optree (namespace `shardwise`).
@@ -135,7 +145,7 @@ class State:
     scale_value: Tensor
     extra_value: Any
     life: Life = field(default_factory=Life)
-    loose: tuple[Any, ...] | None = None
+    loose: Loose | None = None
 
     def _alive(self) -> State:
         if self.life.consumed_by:
@@ -156,7 +166,7 @@ class State:
         """Parameters by path, in their `params` home."""
         self._alive()
         if self.loose is not None:
-            return self.loose[0]
+            return self.loose.params
         layouts = param_layouts(self.home)
         return Leaves(self.home, "params", layouts, lambda: self._alive().flats)
 
@@ -165,7 +175,7 @@ class State:
         """Master copies by path, for parameters whose `params` home is only their rounding."""
         self._alive()
         if self.loose is not None:
-            return self.loose[1]
+            return self.loose.master
         layouts = {p: found for p, found in opt_layouts(self.home).items() if found[1].has_master}
         return Leaves(self.home, "opt", layouts, lambda: self._alive().masters)
 
@@ -174,7 +184,7 @@ class State:
         """Optimizer state; dicts over parameters have DTensor leaves by path."""
         self._alive()
         if self.loose is not None:
-            return self.loose[2]
+            return self.loose.opt
         layouts = opt_layouts(self.home)
         return map_groups(
             self.opt_flats,
@@ -183,9 +193,10 @@ class State:
         )
 
     @property
-    def buffers(self) -> dict[str, Tensor]:
+    def buffers(self) -> Mapping[str, Tensor]:
         """Buffers by path; equal on all ranks."""
-        return self._alive().loose[3] if self.loose is not None else self._alive().buffer_values
+        self._alive()
+        return self.buffer_values if self.loose is None else self.loose.buffers
 
     @property
     def step(self) -> Tensor:
@@ -202,6 +213,10 @@ class State:
         """The user's own values, carried along untouched."""
         return self._alive().extra_value
 
+    def with_extra(self, extra: Any) -> State:
+        """The same state with other values of the user's; both handles live and die together."""
+        return replace(self._alive(), extra_value=extra)
+
     @property
     def nbytes(self) -> int:
         """Bytes at rest on this rank: parameters, masters, optimizer state and buffers."""
@@ -209,7 +224,7 @@ class State:
         tensors = [
             *self.flats.values(),
             *self.masters.values(),
-            *optree.tree_leaves(self.opt_flats),
+            *tree_leaves(self.opt_flats),
             *self.buffer_values.values(),
         ]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -218,11 +233,18 @@ class State:
     def clone(self) -> State:
         """The same values in new memory."""
         self._alive()
-        copy = optree.tree_map(
-            lambda t: t.clone() if isinstance(t, Tensor) else t,
-            (self.flats, self.masters, self.opt_flats, self.buffer_values),
+
+        def copied(tree: Any) -> Any:
+            return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+        return replace(
+            self,
+            flats=copied(self.flats),
+            masters=copied(self.masters),
+            opt_flats=copied(self.opt_flats),
+            buffer_values=copied(self.buffer_values),
+            life=Life(),
         )
-        return State(self.home, *copy, self.seed, self.count, self.scale_value, self.extra_value)
 
 
 def map_groups(tree: Any, home: Home, replace: Callable[[Flats], Any]) -> Any:
@@ -232,7 +254,7 @@ def map_groups(tree: Any, home: Home, replace: Callable[[Flats], Any]) -> Any:
     def is_group(value: Any) -> bool:
         return isinstance(value, dict) and bool(names) and value.keys() == names
 
-    return optree.tree_map(
+    return tree_map(
         lambda value: replace(value) if is_group(value) else value, tree, is_leaf=is_group
     )
 
@@ -282,11 +304,12 @@ def adopt(state: State) -> State:
     """Bring a state that was built leaf by leaf back into flat buckets; one copy of each leaf.
 
     Raises:
+        DonatedStateError: the state is dead.
         StateError: leaves are missing or have other shapes.
     """
-    if state.loose is None:
+    loose = state._alive().loose
+    if loose is None:
         return state
-    params, master, opt, buffers = state.loose[:4]
     home = state.home
     flats: Flats = {}
     masters: Flats = {}
@@ -299,9 +322,9 @@ def adopt(state: State) -> State:
         return target
 
     for bucket in home.buckets:
-        flats[bucket.name] = flat(bucket.params, params)
+        flats[bucket.name] = flat(bucket.params, loose.params)
         if bucket.has_master and bucket.opt:
-            masters[bucket.name] = flat(bucket.opt, master)
+            masters[bucket.name] = flat(bucket.opt, loose.master)
     paths = opt_layouts(home).keys()
 
     def is_group(value: Any) -> bool:
@@ -313,18 +336,20 @@ def adopt(state: State) -> State:
         names = [bucket.name for bucket in home.buckets if bucket.opt]
         first = next(iter(value.values()))
         layouts = {n: by_name[n].opt for n in names}
-        return {
-            n: flat(layout.cast(first.dtype), value) for n, layout in layouts.items() if layout
-        }
+        return {n: flat(layout.cast(first.dtype), value) for n, layout in layouts.items() if layout}
 
-    opt_flats = optree.tree_map(rebuild, opt, is_leaf=is_group)
-    return State(
-        home, flats, masters, opt_flats, dict(buffers), *state.loose[4:]
+    return replace(
+        state,
+        flats=flats,
+        masters=masters,
+        opt_flats=tree_map(rebuild, loose.opt, is_leaf=is_group),
+        buffer_values=dict(loose.buffers),
+        loose=None,
     )
 
 
 def _flatten(state: State) -> tuple[tuple[Any, ...], Home, None]:
-    opt = optree.tree_map(
+    opt = tree_map(
         lambda value: dict(value) if isinstance(value, Leaves) else value,
         state.opt,
         is_leaf=lambda value: isinstance(value, Leaves),
@@ -344,7 +369,7 @@ def _flatten(state: State) -> tuple[tuple[Any, ...], Home, None]:
 
 def _unflatten(home: Home, children: tuple[Any, ...]) -> State:
     seed, count, scale, extra = children[4:]
-    return State(home, {}, {}, None, {}, seed, count, scale, extra, loose=tuple(children))
+    return State(home, {}, {}, None, {}, seed, count, scale, extra, loose=Loose(*children[:4]))
 
 
-optree.register_pytree_node(State, _flatten, _unflatten, namespace="shardwise")
+register(State, _flatten, _unflatten, namespace=NAMESPACE)

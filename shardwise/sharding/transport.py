@@ -7,13 +7,15 @@ Medians in ms on two cores, torch 2.13, four ranks with one thread each, 16 MB (
                     n broadcasts             48 (5.6, 3.0)   no scratch             <- large
                     all_to_all, copied       87 (7.0, 2.2)   scratch n * L          <- small
     reduce-scatter  reduce_scatter_tensor   195 (12, 5.8)    not in rank order
-                    all_to_all + sum         62 (5.2, 1.5)   in rank order          <- all sizes
+                    all_to_all + sum         62 (5.2, 1.5)   scratch n * L          <- small
+                    isend/irecv in pieces    57 (7.4, 3.8)   scratch n * L / 4      <- large
     all-reduce      all_reduce               30 (8.5, 6.3)   not in rank order from 3 ranks on
-                    all_to_all + sum, gather 37 (6.4, 3.5)   in rank order          <- all sizes
+                    reduce-scatter, gather   37 (6.4, 3.5)   in rank order          <- large
+                    gather, sum             267 (9.8, 1.3)   in rank order          <- small
 
-Sums in rank order are the same bits as one process that adds the parts in turn. Operations in
-flight on one group keep their order; the order must not depend on the rank, since gloo pairs
-whatever meets without an error.
+Both reduce-scatters that are used add in rank order, and sums in rank order are the same bits as
+one process that adds the parts in turn. Operations in flight on one group keep their order; the
+order must not depend on the rank, since gloo pairs whatever meets without an error.
 """
 
 from __future__ import annotations
@@ -29,6 +31,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.sharding.movement import Pending, Transport
 
 _SMALL_BYTES = 256 * 1024
+_WHOLE_STACK_BYTES = 8 * 1024 * 1024
+_PIECES = 8
+_PIECES_IN_FLIGHT = 2
+
+
+def all_reduce_scratch_bytes(nbytes: int, ranks: int) -> int:
+    """What a gloo all-reduce takes beside the buffer that it sums."""
+    if nbytes <= _SMALL_BYTES:
+        return 2 * ranks * nbytes
+    return scratch_bytes(nbytes, ranks) + nbytes // ranks
+
+
+def scratch_bytes(stack_bytes: int, ranks: int) -> int:
+    """What a gloo reduce-scatter of a whole stack receives into before it is summed."""
+    if stack_bytes <= _WHOLE_STACK_BYTES:
+        return stack_bytes
+    return stack_bytes // ranks // _PIECES * _PIECES_IN_FLIGHT * (ranks - 1)
 
 
 class _All:
@@ -74,7 +93,9 @@ class Gloo(_Grouped):
         mine = mine.reshape(-1)
         if mine.nbytes <= _SMALL_BYTES:
             source = mine.expand(size, -1).contiguous()
-            work = dist.all_to_all_single(rows.view(-1), source.view(-1), group=group, async_op=True)
+            work = dist.all_to_all_single(
+                rows.view(-1), source.view(-1), group=group, async_op=True
+            )
             return _All([work], source)
         rows[self._places[axis]].copy_(mine)
         return _All(
@@ -86,20 +107,59 @@ class Gloo(_Grouped):
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, axis: str) -> None:
         """See `Transport.reduce_scatter`."""
-        received = torch.empty_like(whole).view(-1)
-        dist.all_to_all_single(received, whole.view(-1), group=self._groups[axis])
-        _add_rows(out.view(-1), received.view(self._sizes[axis], -1))
+        rows = whole.view(self._sizes[axis], -1)
+        if whole.nbytes > _WHOLE_STACK_BYTES:
+            self._reduce_in_pieces(out.view(-1), rows, axis)
+            return
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received.view(-1), rows.view(-1), group=self._groups[axis])
+        _add_rows(out.view(-1), received.unbind(0))
+
+    def _reduce_in_pieces(self, out: Tensor, rows: Tensor, axis: str) -> None:
+        """Exchange column pieces of the rows, two in flight, and add each as it arrives.
+
+        Works of `isend` are held until the end: gloo loses a message whose work is dropped.
+        """
+        group, place = self._groups[axis], self._places[axis]
+        peers = [rank for rank in range(len(rows)) if rank != place]
+        step = -(-out.numel() // _PIECES)
+        spans = [slice(a, min(a + step, out.numel())) for a in range(0, out.numel(), step)]
+        scratch = out.new_empty((_PIECES_IN_FLIGHT, len(peers), step))
+        sends: list[Any] = []
+
+        def post(number: int) -> tuple[list[Any], list[Tensor]]:
+            span = spans[number]
+            width = span.stop - span.start
+            parts = list(scratch[number % _PIECES_IN_FLIGHT, :, :width])
+            receives = [
+                dist.irecv(part, group=group, group_src=peer)
+                for peer, part in zip(peers, parts, strict=True)
+            ]
+            sends.extend(dist.isend(rows[p, span], group=group, group_dst=p) for p in peers)
+            parts.insert(place, rows[place, span])
+            return receives, parts
+
+        in_flight = [post(number) for number in range(min(_PIECES_IN_FLIGHT, len(spans)))]
+        for number, span in enumerate(spans):
+            receives, parts = in_flight.pop(0)
+            for receive in receives:
+                receive.wait()
+            _add_rows(out[span], parts)
+            if number + _PIECES_IN_FLIGHT < len(spans):
+                in_flight.append(post(number + _PIECES_IN_FLIGHT))
+        for send in sends:
+            send.wait()
 
     def all_reduce(self, whole: Tensor, axis: str) -> None:
         """See `Transport.all_reduce`."""
-        size, place = self._sizes[axis], self._places[axis]
+        size = self._sizes[axis]
         flat = whole.view(-1)
-        if flat.numel() % size:
+        if flat.nbytes <= _SMALL_BYTES or flat.numel() % size:
             rows = flat.new_empty((size, flat.numel()))
             self.all_gather(rows, flat, axis).wait()
-            _add_rows(flat, rows)
+            _add_rows(flat, rows.unbind(0))
             return
-        mine = flat.view(size, -1)[place]
+        mine = flat.new_empty(flat.numel() // size)
         self.reduce_scatter(mine, flat, axis)
         self.all_gather(flat, mine, axis).wait()
 
@@ -125,9 +185,9 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _add_rows(out: Tensor, rows: Tensor) -> None:
-    """Sum in row order; `out` may be one of the rows' own source."""
-    first, *others = rows.unbind(0)
+def _add_rows(out: Tensor, rows: Sequence[Tensor]) -> None:
+    """Sum in row order; `out` may be the first of the rows, no other."""
+    first, *others = rows
     out.copy_(first)
     for row in others:
         out.add_(row)

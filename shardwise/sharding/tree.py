@@ -136,6 +136,12 @@ def as_patterns(where: Where, paths: Iterable[str]) -> tuple[str, ...]:
             fix="where='**' selects everything",
         )
     for pattern in clause:
+        if not isinstance(pattern, str):
+            raise PatternError(
+                f"{pattern!r} is no pattern.",
+                why="A selection is a pattern, a tuple of patterns, or one predicate over paths.",
+                fix="write where=predicate, or where=('layers.*', '~bias')",
+            )
         _compile(pattern)
     return clause
 
@@ -153,6 +159,7 @@ def no_match(pattern: str, paths: Sequence[str]) -> PatternError:
     """The error for a pattern (or a path) that selects none of `paths`."""
     return PatternError(
         f"pattern {pattern!r} matches none of {len(paths)} paths.",
+        facts=summarise([render_group(group) for group in collapse(paths)]),
         why="A pattern names whole dot segments up to the end of a path or of a module above it.",
         fix=_suggest(pattern, paths),
         pattern=pattern,

@@ -2,8 +2,9 @@
 
 [Note: the split reference]
 One process that runs each data rank's part of the batch in turn and adds the gradients in the order
-in which the plan moves them: the axes that cut the landed gradient first, minor to major, then the
-other batch axes, minor to major, and within an axis in rank order. Addition of floating point
+in which the plan moves them: the axes that cut the landed gradient first, then the other batch
+axes, each time from the innermost axis of the mesh to the outermost, and along an axis in rank
+order. Addition of floating point
 numbers depends on nothing but that order, and the optimizers' bits do not depend on how a group is
 cut, so on the CPU a program and its split reference agree bit for bit. Exceptions: optimizers that
 read the norm of all gradients, and units that run several times in one forward pass (a program

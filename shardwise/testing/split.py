@@ -44,7 +44,8 @@ def addition_order(plan: Plan, path: str) -> tuple[str, ...]:
     """Axes in the order in which the gradient of one parameter is added over them.
 
     Gradients land in the optimizer's home if that cuts their own home further. The axes that cut
-    the landed gradient come first, then the rest of the batch axes, each group minor to major.
+    the landed gradient come first, then the rest of the batch axes, each group from the innermost
+    axis of the mesh to the outermost.
 
     Args:
         plan: any plan.
@@ -53,8 +54,9 @@ def addition_order(plan: Plan, path: str) -> tuple[str, ...]:
     grads, opt = cut_of(plan.grads[path], plan.mesh), cut_of(plan.opt[path], plan.mesh)
     inside = opt.axes[: len(grads.axes)] == grads.axes and (not grads.axes or opt.dim == grads.dim)
     landing = opt.axes if inside else grads.axes
-    others = tuple(a for a in plan.batch if plan.mesh[a] > 1 and a not in landing)
-    return (*reversed(landing), *reversed(others))
+    others = [axis for axis in plan.batch if plan.mesh[axis] > 1 and axis not in landing]
+    inner_first = plan.mesh.names[::-1]
+    return (*sorted(landing, key=inner_first.index), *sorted(others, key=inner_first.index))
 
 
 class Split:
@@ -97,7 +99,7 @@ class Split:
         return whole
 
     def add_scalars(self, values: Mapping[Place, Any]) -> Tensor:
-        """Add scalars in float64 over all batch axes, minor to major."""
+        """Add scalars in float64 over all batch axes, innermost first."""
         doubles = {place: torch.as_tensor(v).detach().double() for place, v in values.items()}
         return self.add(doubles, tuple(reversed(self.axes)))
 

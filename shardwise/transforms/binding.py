@@ -51,15 +51,15 @@ class Binding:
 class Guide(Protocol):
     """What the hooks of the template ask: the engine of a step, or a trace."""
 
-    def enter(self, unit: str, inputs: Any = None) -> Any:
+    def enter(self, unit: str, /, inputs: Any = None) -> Any:
         """Before the unit's forward; returns inputs to use instead, or None."""
         ...
 
-    def leave(self, unit: str, output: Any) -> Any:
+    def leave(self, unit: str, /, output: Any) -> Any:
         """After the unit's forward; returns the output to use."""
         ...
 
-    def resolve(self, path: str, unit: str) -> Tensor:
+    def resolve(self, path: str, unit: str, /) -> Tensor:
         """A value for a placeholder that is read."""
         ...
 

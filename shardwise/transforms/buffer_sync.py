@@ -49,10 +49,7 @@ def average_buffers(
         return buffers
     values = torch.cat([buffers[name].detach().reshape(-1).double() for name in names])
     floats = torch.cat(
-        [
-            torch.full((buffers[name].numel(),), buffers[name].is_floating_point())
-            for name in names
-        ]
+        [torch.full((buffers[name].numel(),), buffers[name].is_floating_point()) for name in names]
     ).to(values.device)
     for item in lowering.buffer_items:
         size = mover.mesh[item.axis]

@@ -170,7 +170,9 @@ class BucketBuffers:
         layout = self.bucket.landing
         assert layout is not None
         flat = torch.zeros(layout.length, dtype=layout.dtype, device=self._device)
-        given = [(e.view(flat), g) for e, g in zip(layout.entries, grads, strict=True) if g is not None]
+        given = [
+            (e.view(flat), g) for e, g in zip(layout.entries, grads, strict=True) if g is not None
+        ]
         if given:
             copy_all([slot for slot, _ in given], [grad for _, grad in given])
         return flat

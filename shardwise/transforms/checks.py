@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.sharding.compat import TorchDispatchMode
 from shardwise.sharding.errors import ImplicitCommError, UnitError
 from shardwise.sharding.movement import Mover
 from shardwise.transforms.unit_runtime import UnitRuntime
@@ -34,7 +34,7 @@ class _NoOtherCollectives(TorchDispatchMode):
                 f"{func} ran inside the step, outside of the plan.",
                 where="loss_fn, or a module it runs",
                 facts=[f"{nbytes:,} bytes of tensors were passed"],
-                why="Every collective of a step is derived from the plan and listed before it runs.",
+                why="Every collective of a step is derived from the plan and listed first.",
                 fix="remove the call: losses, gradients and buffers are reduced by the program",
                 nbytes=nbytes,
             )
@@ -82,6 +82,37 @@ def _unpack(saved: Any) -> Tensor:
         "that left otherwise reaches its operations too early.",
         fix="return the tensor from the unit's forward, for example as part of a tuple",
         unit=saved.unit,
+    )
+
+
+def refuse_reentrant(loss: Tensor) -> None:
+    """Refuse `torch.utils.checkpoint(use_reentrant=True)` anywhere in the graph of the loss.
+
+    Its backward runs a pass of its own that accumulates into `.grad`, where no step looks.
+
+    Raises:
+        UnitError: the graph holds such a checkpoint.
+    """
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise _reentrant()
+        waiting += [following for following, _ in node.next_functions]
+
+
+def _reentrant() -> UnitError:
+    return UnitError(
+        "The model uses torch.utils.checkpoint with use_reentrant=True.",
+        where="loss_fn(model, batch)",
+        facts="The graph of the loss holds a CheckpointFunctionBackward.",
+        why="A reentrant checkpoint accumulates into .grad in a pass of its own; gradients of a "
+        "step are values and would miss it.",
+        fix="checkpoint(..., use_reentrant=False)",
     )
 
 

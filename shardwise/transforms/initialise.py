@@ -1,4 +1,4 @@
-"""Initial values: each module's own init under a key of (seed, path), one module in memory at a time.
+"""Initial values: each module's own init under a key of (seed, path), one module at a time.
 
 [Note: initialisation]
 A rank runs the init of every module on whole tensors, in the order in which modules are built
@@ -97,6 +97,7 @@ def init_from_seed(
     infos: Sequence[ParamInfo],
     shards: Shards,
     seed: int,
+    *,
     device: torch.device,
     init: InitModule | None,
 ) -> None:
@@ -108,6 +109,7 @@ def init_from_seed(
     owners = {path: info for info in infos for path in info.names}
     missing: list[str] = []
     done: set[str] = set()
+    filled: list[_Site] = []
     for prefix, module in _groups(template.module):
         sites = [site for site in _sites(module, prefix) if isinstance(site.value, Placeholder)]
         buffers = [b for b in _buffers(module, prefix) if b.value.is_meta]
@@ -125,9 +127,15 @@ def init_from_seed(
         for buffer in buffers:
             name = str(buffer.value.dtype).removeprefix("torch.")
             buffer.table[buffer.key] = _unset(buffer.value.shape, name, device)
+        filled += buffers
+        blanks = {buffer.path: _mark(buffer.table[buffer.key]) for buffer in buffers}
         try:
             _run(module, prefix, seed, device, init)
-            missing += [b.path for b in buffers if _is_unset(b.table[b.key])]
+            for buffer in buffers:
+                value = buffer.table[buffer.key]
+                # NaN tells floats apart, also in part; other dtypes have no value to spare.
+                if _is_unset(value) or _mark(value) == blanks[buffer.path]:
+                    missing.append(buffer.path)
             for site in sites:
                 path = site.value.path
                 if path not in done:
@@ -139,6 +147,8 @@ def init_from_seed(
             for site in sites:
                 site.table[site.key] = site.value
     if missing:
+        for buffer in filled:
+            buffer.table[buffer.key] = buffer.value
         raise _not_initialised(missing)
 
 
@@ -155,7 +165,9 @@ def _sites(module: nn.Module, prefix: str) -> list[_Site]:
     for name, child in module.named_modules(prefix=prefix):
         for key_, value in child._parameters.items():
             if value is not None:
-                found.append(_Site(f"{name}.{key_}" if name else key_, child._parameters, key_, value))
+                found.append(
+                    _Site(f"{name}.{key_}" if name else key_, child._parameters, key_, value)
+                )
     return found
 
 
@@ -199,7 +211,9 @@ class _Own(nn.Module):
         self._parameters = module._parameters
         self._buffers = module._buffers
         self.holds_values = any(
-            value is not None for table in (self._parameters, self._buffers) for value in table.values()
+            value is not None
+            for table in (self._parameters, self._buffers)
+            for value in table.values()
         )
 
 
@@ -226,6 +240,11 @@ def _unset(shape: Sequence[int], dtype: str, device: torch.device) -> Tensor:
 
 def _is_unset(value: Tensor) -> bool:
     return value.is_floating_point() and bool(value.isnan().any())
+
+
+def _mark(value: Tensor) -> tuple[int, int]:
+    """Changes when a tensor is written or replaced."""
+    return id(value), value._version
 
 
 def _not_initialised(names: Sequence[str]) -> InitError:

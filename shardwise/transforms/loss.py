@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from shardwise.sharding.errors import BatchError, LossError
+from shardwise.sharding.pytree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -62,39 +62,55 @@ def parse_loss(result: Any, batch: Any) -> Loss:
     aux: Mapping[str, Any] = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
         result, aux = result
-    if isinstance(result, Mean):
-        total = result.total
-        count = torch.as_tensor(result.count, dtype=torch.float64, device=total.device)
-    elif isinstance(result, Tensor):
-        rows = num_rows(batch)
-        total = result * rows if isinstance(result, Tensor) and result.ndim == 0 else result
-        count = torch.tensor(float(rows), dtype=torch.float64, device=result.device)
-    else:
-        raise _not_a_loss(f"a {type(result).__name__}")
-    if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point():
-        shape = f"of shape {tuple(total.shape)} and dtype {total.dtype}" if isinstance(total, Tensor) else ""
-        raise _not_a_loss(f"a {type(total).__name__} {shape}".strip())
+    value = result.total if isinstance(result, Mean) else result
+    given = f"a Mean whose total is a {type(value).__name__}" if value is not result else None
+    if not isinstance(value, Tensor):
+        raise _not_a_loss(given or f"a {type(value).__name__}")
+    if value.ndim or not value.is_floating_point():
+        form = f"of shape {tuple(value.shape)} and dtype {value.dtype}"
+        raise _not_a_loss(f"{given or 'a Tensor'} {form}", shape=tuple(value.shape))
+    weight = result.count if isinstance(result, Mean) else num_rows(batch)
+    count = torch.as_tensor(weight, dtype=torch.float64, device=value.device)
     if count.ndim:
-        raise _not_a_loss(f"a Mean whose count has shape {tuple(count.shape)}")
-    for name, value in aux.items():
-        if not isinstance(value, Mean):
-            raise _not_a_loss(f"the auxiliary metric {name!r} as a {type(value).__name__}")
+        shape = tuple(count.shape)
+        raise _not_a_loss(f"a Mean whose count has shape {shape}", shape=shape)
+    total = value if isinstance(result, Mean) else value * weight
+    for name, metric in aux.items():
+        if not isinstance(metric, Mean):
+            raise _not_a_loss(f"the auxiliary metric {name!r} as a {type(metric).__name__}")
+        for part in (metric.total, metric.count):
+            if isinstance(part, Tensor) and part.numel() != 1:
+                shape = tuple(part.shape)
+                raise _not_a_loss(f"the auxiliary metric {name!r} of shape {shape}", shape=shape)
     return Loss(total, count.detach(), dict(sorted(aux.items())))
 
 
-def _not_a_loss(got: str) -> LossError:
+def no_gradient(num_trainable: int) -> LossError:
+    """The error for a loss in which no rank has used any trainable parameter."""
+    return LossError(
+        "The loss depends on no trainable parameter.",
+        where="loss_fn(model, batch)",
+        facts=f"0 of {num_trainable} trainable parameters have a gradient, on every rank.",
+        why="A step without a gradient would leave all parameters as they are and say nothing.",
+        fix="look for torch.no_grad(), .detach() or .item() between the model and the loss",
+        num_trainable=num_trainable,
+    )
+
+
+def _not_a_loss(got: str, **numbers: Any) -> LossError:
     return LossError(
         f"The loss function returned {got}.",
         where="loss_fn(model, batch)",
-        why="A loss is a floating scalar (the mean over this rank's rows) or sw.Mean(total, count), "
-        "optionally in a tuple with a dict of sw.Mean metrics.",
+        why="A loss is a floating scalar (the mean over this rank's rows) or sw.Mean(total, "
+        "count), optionally in a tuple with a dict of sw.Mean metrics.",
         fix="return loss.mean(), or sw.Mean(loss.sum(), loss.numel())",
+        **numbers,
     )
 
 
 def num_rows(batch: Any) -> int:
     """Rows of a batch: dimension 0 of its first tensor."""
-    for leaf in optree.tree_leaves(batch):
+    for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.ndim:
             return leaf.shape[0]
     raise BatchError(

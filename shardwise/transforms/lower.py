@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from shardwise.optim.base import GradientTransform
 from shardwise.sharding.buckets import make_buckets
 from shardwise.sharding.errors import LowerError
 from shardwise.sharding.functional import make_template
+from shardwise.sharding.movement import payload_bytes
 from shardwise.sharding.plan import Plan
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import find_buffers
@@ -36,7 +37,7 @@ class Lowered(Lowering):
         lines = [
             repr(self.plan),
             f"order of units: {'traced' if self.traced else 'as registered (no batch given)'}",
-            f"{len(items)} collectives a step, {sum(i.nbytes for i in items):,} payload bytes a rank",
+            f"{len(items)} collectives a step, {payload_bytes(items):,} payload bytes a rank",
         ]
         totals: dict[tuple[str, str, str], tuple[int, int]] = {}
         for item in items:
@@ -48,6 +49,8 @@ class Lowered(Lowering):
             for (reason, kind, axis), (number, nbytes) in totals.items()
         ]
         lines.append(str(self.memory()))
+        if self.forward_flops is not None:
+            lines.append(f"forward pass of one rank: {self.forward_flops:,} flops")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -55,7 +58,8 @@ class Lowered(Lowering):
         """A `Program` on this job's devices.
 
         Inside `simulate(mesh)` all ranks live in this process. Else an initialised process group is
-        used and left alone; else one is made from the launcher's environment; else the world is one.
+        used and left alone; else one is made from the launcher's environment; else the world is
+        one.
 
         Args:
             device: default: this rank's CUDA device if there is one, else the CPU.
@@ -80,8 +84,8 @@ def lower(
         plan: from `plan(...)`.
         loss_fn: `loss_fn(model, batch)`; returns a scalar or a `Mean`, optionally with metrics.
         optimizer: a gradient transform.
-        batch: one rank's batch (or `like(shape, dtype)` leaves) to trace the order of units; without
-            it units are taken in registration order until the first step.
+        batch: one rank's batch (or `like(shape, dtype)` leaves) to trace the order of units;
+            without it units are taken in registration order until the first step.
         module: the module, for a plan that was read from JSON.
 
     Raises:
@@ -104,8 +108,8 @@ def lower(
     device = torch.device("cpu")
     stage = Stage(make_template(module, plan.infos, device), plan.units, _Nobody())
     sites = find_buffers(stage.template.module)
-    seen = trace(plan, stage, loss_fn, batch, sites, device, lowered.staying)
-    return lowered.with_trace(seen, seen.events)
+    seen = trace(plan, stage, loss_fn, batch, buffers=sites, device=device, staying=lowered.staying)
+    return cast(Lowered, lowered.with_trace(seen, seen.events))
 
 
 class _Nobody:

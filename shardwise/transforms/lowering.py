@@ -13,7 +13,13 @@ from shardwise.sharding.buckets import Bucket, Route, route
 from shardwise.sharding.movement import Collective, packed_items
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.redistribute import route_items
-from shardwise.transforms.order import Event, Schedule, make_schedule, registration_order, stays_open
+from shardwise.transforms.order import (
+    Event,
+    Schedule,
+    make_schedule,
+    registration_order,
+    stays_open,
+)
 from shardwise.transforms.trace import LossFunction, Trace, complete
 
 FIXED_SCALARS = 3
@@ -35,6 +41,8 @@ class Lowering:
         written_buffers: buffers that a forward pass changes.
         notes: what could not be found out, and why.
         traced: whether `events` come from a trace.
+        activation_bytes: what a forward pass of one rank's batch saves; None while unknown.
+        forward_flops: of that forward pass; None while unknown.
     """
 
     plan: Plan
@@ -47,6 +55,8 @@ class Lowering:
     written_buffers: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     traced: bool = False
+    activation_bytes: int | None = None
+    forward_flops: int | None = None
 
     @cached_property
     def all_buckets(self) -> tuple[Bucket, ...]:
@@ -165,4 +175,6 @@ class Lowering:
             written_buffers=seen.written,
             notes=notes,
             traced=not seen.note,
+            activation_bytes=seen.activation_bytes,
+            forward_flops=seen.forward_flops,
         )

@@ -9,12 +9,16 @@ the send stack while it reduces. Reduced gradients fill up as backward proceeds;
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-import optree
 import torch
 
 from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.layout import Layout
+from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.pytree import tree_leaves
+from shardwise.sharding.transport import all_reduce_scratch_bytes, scratch_bytes
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.order import Action, Walk
 
@@ -31,6 +35,7 @@ class Memory:
         buffers: the module's buffers.
         padding: how much of the above holds no element (alignment and uneven blocks).
         transient: peak of a step beyond rest and `grads`, without activations.
+        activations: what the forward pass of one rank's batch saves; None while unknown.
         kind: memory kind.
     """
 
@@ -41,6 +46,7 @@ class Memory:
     buffers: int
     padding: int
     transient: int
+    activations: int | None = None
     kind: str = "device"
 
     @property
@@ -54,10 +60,11 @@ class Memory:
         return self.rest_bytes + self.grads + self.transient
 
     def __str__(self) -> str:
+        activations = "unknown" if self.activations is None else f"{self.activations:,} B"
         return (
             f"memory per rank ({self.kind}): rest {self.rest_bytes:,} B (params {self.params:,}, "
             f"master {self.master:,}, opt {self.opt:,}, buffers {self.buffers:,}), "
-            f"grads {self.grads:,} B, transient {self.transient:,} B, activations unknown"
+            f"grads {self.grads:,} B, transient {self.transient:,} B, activations {activations}"
         )
 
 
@@ -69,7 +76,7 @@ def predict_memory(lowering: Lowering) -> Memory:
         for b in buckets
         if b.opt
     }
-    opt_leaves = optree.tree_leaves(lowering.optimizer.init(meta))
+    opt_leaves = tree_leaves(lowering.optimizer.init(meta))
     opt_bytes = sum(leaf.nbytes for leaf in opt_leaves if isinstance(leaf, torch.Tensor))
     per_element = _state_bytes_per_element(opt_leaves, meta)
     return Memory(
@@ -80,6 +87,7 @@ def predict_memory(lowering: Lowering) -> Memory:
         buffers=_buffer_bytes(lowering),
         padding=sum(_padding(lowering, b, per_element) for b in buckets),
         transient=max(_passes_peak(lowering), _update_peak(lowering)),
+        activations=lowering.activation_bytes,
     )
 
 
@@ -97,22 +105,15 @@ def _padding(lowering: Lowering, bucket: Bucket, state_bytes_per_element: int) -
     """Bytes at rest that no element of a whole tensor needs on an average rank."""
     mesh = lowering.plan.mesh
 
-    def extra(layout: object, itemsize: int) -> int:
-        from_elements = sum(_numel(e.shape) for e in layout.entries) / mesh.product(layout.axes)  # type: ignore[attr-defined]
-        return int((layout.length - from_elements) * itemsize)  # type: ignore[attr-defined]
+    def extra(layout: Layout, itemsize: int) -> int:
+        elements = sum(math.prod(entry.shape) for entry in layout.entries)
+        return int((layout.length - elements / mesh.product(layout.axes)) * itemsize)
 
     total = extra(bucket.params, bucket.params.dtype.itemsize)
     if bucket.opt:
         own = bucket.opt.dtype.itemsize if bucket.has_master else 0
         total += extra(bucket.opt, own + state_bytes_per_element)
     return total
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 class _Level:
@@ -141,8 +142,8 @@ def stack_bytes(bucket: Bucket) -> int:
         return 0
     cast = bucket.wire.nbytes if bucket.wire.dtype != bucket.params.dtype else 0
     stack = bucket.wire.nbytes * bucket.gather.parts
-    sizes = bucket.gather.stack[:-1]
-    partial = stack // sizes[0] if len(sizes) > 1 else 0
+    axes = bucket.gather.outer_first
+    partial = stack // bucket.gather.stack[0] if len(axes) > 1 else 0
     return stack + partial + cast
 
 
@@ -157,15 +158,18 @@ def send_bytes(bucket: Bucket) -> int:
     """The send stack of a reduce-scatter and the largest part in flight beside the result."""
     if bucket.reduce is None or bucket.landing is None:
         return 0
-    sizes = bucket.reduce.stack[:-1]
+    innermost, several = bucket.reduce.stack[0], len(bucket.reduce.outer_first) > 1
     stack = bucket.landing.nbytes * bucket.reduce.parts
-    partial = stack // sizes[0] if len(sizes) > 1 else 0
-    return stack + partial + receive_bytes(stack, sizes[0])
+    partial = stack // innermost if several else 0
+    return stack + partial + scratch_bytes(stack, innermost)
 
 
-def receive_bytes(stack: int, ranks: int) -> int:
-    """What a reduce-scatter over gloo receives before it sums: the parts of the other ranks."""
-    return stack // ranks * (ranks - 1)
+def _sum_bytes(bucket: Bucket, mesh: Mesh) -> int:
+    """Beside the landed gradients, while replicas are summed."""
+    if bucket.landing is None or not bucket.sum_axes:
+        return 0
+    nbytes = bucket.landing.nbytes
+    return max(all_reduce_scratch_bytes(nbytes, mesh[axis]) for axis in bucket.sum_axes)
 
 
 def _passes_peak(lowering: Lowering) -> int:
@@ -206,8 +210,9 @@ def _passes_peak(lowering: Lowering) -> int:
         if action.event.grad or stays(unit):
             empty(unit)
         for bucket in buckets[unit]:
-            level.add(send_bytes(bucket))
-            level.remove(send_bytes(bucket))
+            for nbytes in (send_bytes(bucket), _sum_bytes(bucket, lowering.plan.mesh)):
+                level.add(nbytes)
+                level.remove(nbytes)
         level.remove(sum(grad_bytes(b) for b in buckets[unit]))
     return level.peak
 

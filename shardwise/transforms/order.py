@@ -26,6 +26,11 @@ class Event:
     unit: str
     grad: bool = True
 
+    @property
+    def is_enter(self) -> bool:
+        """Whether the unit is entered."""
+        return self.kind == "enter"
+
     def __str__(self) -> str:
         return f"{self.kind} {self.unit or '(root)'}" + ("" if self.grad else " (no grad)")
 

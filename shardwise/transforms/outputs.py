@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import optree
 from torch import Tensor
 
 from shardwise.sharding.errors import UnitError
+from shardwise.sharding.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Replace = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -25,14 +25,14 @@ def replace_tensors(output: Any, unit: str, replace: Replace) -> Any:
     """
     if isinstance(output, Tensor):
         return replace([output])[0]
-    leaves, structure = optree.tree_flatten(output, none_is_leaf=True)
+    leaves, structure = tree_flatten(output, none_is_leaf=True)
     tensors: list[Tensor] = []
     for leaf in leaves:
         tensors += _tensors_of(leaf, unit)
     if not tensors:
         return output
     new = iter(replace(tensors))
-    return optree.tree_unflatten(structure, [_rebuild(leaf, new) for leaf in leaves])
+    return tree_unflatten(structure, [_rebuild(leaf, new) for leaf in leaves])
 
 
 def _fields(leaf: Any) -> list[str]:
@@ -47,12 +47,15 @@ def _tensors_of(leaf: Any, unit: str) -> list[Tensor]:
     if isinstance(leaf, Tensor):
         return [leaf]
     if _is_record(leaf):
-        nested = [optree.tree_leaves(getattr(leaf, name)) for name in _fields(leaf)]
-        return [tensor for values in nested for value in values for tensor in _tensors_of(value, unit)]
+        nested = [tree_leaves(getattr(leaf, name)) for name in _fields(leaf)]
+        return [
+            tensor for values in nested for value in values for tensor in _tensors_of(value, unit)
+        ]
     if _hides_tensors(leaf):
         kind = type(leaf)
         raise UnitError(
-            f"Unit {unit or '(root)'!r} returns a {kind.__module__}.{kind.__qualname__} that holds tensors.",
+            f"Unit {unit or '(root)'!r} returns a {kind.__module__}.{kind.__qualname__} that holds "
+            "tensors.",
             where=f"forward of {unit or 'the root module'}",
             why="Each tensor that leaves a unit must pass through it on the way back; tensors, "
             "tuples, lists, dicts and dataclasses are walked.",
@@ -68,7 +71,7 @@ def _hides_tensors(leaf: Any) -> bool:
     held = getattr(leaf, "__dict__", None)
     if not held or isinstance(leaf, type):
         return False
-    return any(isinstance(value, Tensor) for value in optree.tree_leaves(dict(held)))
+    return any(isinstance(value, Tensor) for value in tree_leaves(list(held.values())))
 
 
 def _rebuild(leaf: Any, new: Any) -> Any:
@@ -78,6 +81,6 @@ def _rebuild(leaf: Any, new: Any) -> Any:
         return leaf
     rebuilt = copy.copy(leaf)
     for name in _fields(leaf):
-        value = optree.tree_map(lambda part: _rebuild(part, new), getattr(leaf, name))
+        value = tree_map(lambda part: _rebuild(part, new), getattr(leaf, name))
         object.__setattr__(rebuilt, name, value)
     return rebuilt

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any, TypeVar
 
-import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,6 +19,7 @@ from shardwise.sharding.job import join_job
 from shardwise.sharding.lifted import Lifted
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.movement import Alone, Collective
+from shardwise.sharding.pytree import tree_leaves, tree_map
 from shardwise.sharding.simulation import Simulated, World, current_world
 from shardwise.sharding.state import State
 from shardwise.sharding.transport import make_transport
@@ -34,7 +34,7 @@ T = TypeVar("T")
 class Program:
     """`init`, `step`, `grads`, `update` and `eval` of one lowered plan; made by `lowered.bind()`.
 
-    All methods but `shard_batch` are collective: every rank of the job calls them in the same order.
+    All methods but `shard_batch` are collective: every rank calls them in the same order.
     """
 
     def __init__(self, ranks: Sequence[RankProgram], world: World | None) -> None:
@@ -51,7 +51,13 @@ class Program:
         """What the last call ran on this rank (rank 0 of a simulation), as recorded."""
         return tuple(self._ranks[0].mover.executed)
 
-    def init(self, source: int | FromModule = 0, *, seed: int | None = None, init: InitModule | None = None) -> State:
+    def init(
+        self,
+        source: int | FromModule = 0,
+        *,
+        seed: int | None = None,
+        init: InitModule | None = None,
+    ) -> State:
         """A fresh state.
 
         Args:
@@ -123,10 +129,12 @@ class Program:
         return Lifted(parts) if self._world is not None else parts[0]
 
     def _each(self, run: Callable[..., T], *args: Any) -> Any:
-        """Call for this rank, or for all simulated ranks with their own parts of lifted arguments."""
+        """Call for this rank, or for all simulated ranks with their parts of lifted arguments."""
         if self._world is None:
             return run(self._ranks[0], *args)
-        lifted = [arg if isinstance(arg, Lifted) else Lifted([arg] * len(self._ranks)) for arg in args]
+        lifted = [
+            arg if isinstance(arg, Lifted) else Lifted([arg] * len(self._ranks)) for arg in args
+        ]
         return Lifted(
             self._world.run(lambda rank: run(self._ranks[rank], *(a.ranks[rank] for a in lifted)))
         )
@@ -149,7 +157,7 @@ def _part(batch: Any, lowering: Lowering, coords: dict[str, int]) -> Any:
     axes = lowering.batch_axes
     parts = lowering.plan.mesh.product(axes)
     index = lowering.plan.mesh.index(axes, coords)
-    tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     rows = {leaf.shape[0] for leaf in tensors}
     if len(rows) > 1 or (rows and min(rows) < parts):
         raise BatchError(
@@ -169,7 +177,7 @@ def _part(batch: Any, lowering: Lowering, coords: dict[str, int]) -> Any:
             return leaf
         return leaf.tensor_split(parts)[index]
 
-    return optree.tree_map(cut, batch)
+    return tree_map(cut, batch)
 
 
 def bind(lowering: Lowering, *, device: torch.device | str | None = None) -> Program:
@@ -180,7 +188,13 @@ def bind(lowering: Lowering, *, device: torch.device | str | None = None) -> Pro
         _check_world(mesh, world.mesh.size, f"simulate({world.mesh!r})", world.mesh == mesh)
         cpu = torch.device(device or "cpu")
         ranks = [
-            RankProgram(lowering, r, Simulated(world, r), device_mesh_without_backend(mesh, r, cpu.type), cpu)
+            RankProgram(
+                lowering,
+                r,
+                Simulated(world, r),
+                device_mesh_without_backend(mesh, r, cpu.type),
+                cpu,
+            )
             for r in range(mesh.size)
         ]
         return Program(ranks, world)

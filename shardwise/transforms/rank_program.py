@@ -23,9 +23,9 @@ from shardwise.transforms.buffer_sync import (
     find_buffers,
     read_buffers,
 )
-from shardwise.transforms.checks import checked
+from shardwise.transforms.checks import checked, refuse_reentrant
 from shardwise.transforms.initialise import FromModule, InitModule, Shards, init_from_seed
-from shardwise.transforms.loss import Loss, Mean, parse_loss
+from shardwise.transforms.loss import Loss, Mean, no_gradient, parse_loss
 from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
 from shardwise.transforms.metrics import Metrics
 from shardwise.transforms.runtime import Engine
@@ -86,9 +86,11 @@ class RankProgram:
         if isinstance(source, FromModule):
             self._take_module(source, shards)
         else:
-            init_from_seed(self.template, plan.infos, shards, seed, self.device, init)
+            infos = plan.infos
+            init_from_seed(self.template, infos, shards, seed, device=self.device, init=init)
         buffers = {
-            name: buffer.detach().clone() for name, buffer in read_buffers(self.buffer_sites).items()
+            name: buffer.detach().clone()
+            for name, buffer in read_buffers(self.buffer_sites).items()
         }
         for buffer in buffers.values():
             self.mover.transport.broadcast(buffer)
@@ -148,6 +150,8 @@ class RankProgram:
         values = self._reduce_scalars(loss, failure, self.lowering.trainable)
         flags = values[FIXED_SCALARS : FIXED_SCALARS + len(self.lowering.trainable)].tolist()
         used = frozenset(p for p, f in zip(self.lowering.trainable, flags, strict=True) if f > 0)
+        if flags and not used:
+            raise no_gradient(len(flags))
         factor = 1.0 / values[1]
         for flat in landed.values():
             flat.mul_(factor)
@@ -169,6 +173,8 @@ class RankProgram:
             with keyed(seed, self.device), checks, torch.enable_grad():
                 engine.begin(state.flats, "train")
                 loss = self._loss(batch)
+                if enabled:
+                    refuse_reentrant(loss.total)
                 landed = engine.backward(engine.end_forward(loss.total))
         except Exception as error:
             engine.abort()
@@ -225,9 +231,13 @@ class RankProgram:
         """Once: agree with the other ranks, and lower in the order that a trace has shown."""
         if self._settled:
             return
-        transport = self.mover.transport
         self.lowering = settle(
-            self.lowering, self.stage, self.buffer_sites, batch, transport, self.device
+            self.lowering,
+            self.stage,
+            batch,
+            sites=self.buffer_sites,
+            transport=self.mover.transport,
+            device=self.device,
         )
         self.engine.schedule = self.lowering.schedule
         self._settled = True
@@ -301,7 +311,9 @@ def pack_scalars(
 ) -> Tensor:
     """`[total, count, *plain, aux total, aux count, ...]` in float64; zeros without means."""
     if not means:
-        return torch.tensor([0.0, 0.0, *plain, *[0.0] * (2 * num_means - 2)], dtype=torch.float64).to(device)
+        return torch.tensor(
+            [0.0, 0.0, *plain, *[0.0] * (2 * num_means - 2)], dtype=torch.float64
+        ).to(device)
     scalars = [part for mean in means for part in (mean.total, mean.count)]
     parts = [torch.as_tensor(p, device=device).detach().double().reshape(1) for p in scalars]
     flags = torch.tensor(plain, dtype=torch.float64).to(device)

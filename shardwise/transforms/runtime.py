@@ -1,15 +1,4 @@
-"""Enter and Leave: the brackets around a unit, and the only place where parameters move in a step.
-
-[Note: Enter and Leave]
-`Enter` is created before the operations of its unit and `Leave` after them. Autograd runs ready
-nodes latest-created first, so in backward `Leave` comes before all of them and `Enter` after all of
-them. `Enter.forward` gathers the unit's parameters and returns views of the buffer; the leave hook
-empties the buffer; `Leave.backward` refills it; `Enter.backward` empties it and reduces the
-gradients to their landing layout, which is the shape of Enter's one differentiable input per
-bucket. So full weights live only while a unit runs and full gradients never rest. Every Enter also
-returns a zero *token* that is added to the loss: a unit whose output is not used, or that this rank
-skips, still joins backward, and all ranks run the same collectives.
-"""
+"""The engine of one rank: walks the schedule, enters and leaves units when their turn has come."""
 
 from __future__ import annotations
 
@@ -19,76 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.sharding.errors import OrderError, UnitError
+from shardwise.transforms import faults
+from shardwise.transforms.brackets import Close, Enter, Join, Leave
 from shardwise.transforms.order import Action, Schedule, Walk
 from shardwise.transforms.outputs import replace_tensors
 from shardwise.transforms.unit_runtime import Call, UnitRuntime
-
-
-class Enter(torch.autograd.Function):
-    """Leaves of the landing shapes -> the unit's parameters and a token."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, engine: Engine, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Give out aliases of the filled views; nothing for a call that this rank skips."""
-        ctx.call, ctx.engine = call, engine
-        ctx.set_materialize_grads(False)
-        return (*call.parameters, leaves[0].new_zeros(()))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Empty the unit, then reduce."""
-        return (None, None, *ctx.engine.on_enter_backward(ctx.call, grads[:-1]))
-
-
-class Leave(torch.autograd.Function):
-    """The tensors that leave a unit, unchanged; backward refills the unit first."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, engine: Engine, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Alias by `detach`: it keeps the version counter, so in-place use stays checked."""
-        ctx.call, ctx.engine = call, engine
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Refill, then let the gradients pass."""
-        ctx.engine.on_leave_backward(ctx.call)
-        return (None, None, *grads)
-
-
-class Close(torch.autograd.Function):
-    """Placed on the inputs of a unit without trainable parameters: backward empties it."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Alias the inputs."""
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """The unit's backward is over."""
-        ctx.call.unit.unbind()
-        ctx.call.unit.empty()
-        return (None, *grads)
-
-
-class Join(torch.autograd.Function):
-    """The loss, with the tokens of all calls as further inputs that get no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, *tokens: Tensor) -> Tensor:
-        """Alias the loss."""
-        ctx.num_tokens = len(tokens)
-        return loss.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """All of it to the loss."""
-        return (grad, *([None] * ctx.num_tokens))
 
 
 class Engine:
@@ -168,14 +92,14 @@ class Engine:
 
     # -- forward ----------------------------------------------------------------------------
 
-    def enter(self, name: str, inputs: Any = None) -> Any:
+    def enter(self, name: str, /, inputs: Any = None) -> Any:
         """Bind the unit's parameters; returns the inputs to use when they had to be replaced."""
         unit = self.units[name]
         if self.phase == "backward":
             self._enter_recompute(unit)
             return None
         if self.phase == "idle":
-            raise _outside(unit)
+            raise faults.outside(unit.name)
         if unit.depth or unit.is_bound:
             unit.depth += 1
             return None
@@ -191,16 +115,18 @@ class Engine:
         call = Call(unit, unit.aliases())
         leaves = [leaf for _, leaf in unit.leaves()]
         expects_grad = action is None or action.event.grad
-        if self.phase == "eval" or not torch.is_grad_enabled():
+        # A unit that stays bound may be used with gradients after a first use without.
+        if self.phase == "eval" or not (unit.stays or torch.is_grad_enabled()):
             if self.phase == "train" and action is not None:
                 self._skip(action, unit)
             unit.bind(call)
             return None
         if leaves and not expects_grad:
-            raise _needs_grad(unit)
+            raise faults.needs_grad(unit.name)
         self._calls.append(call)
         if leaves:
-            *outs, token = Enter.apply(call, self, *leaves)
+            with torch.enable_grad():
+                *outs, token = Enter.apply(call, self, *leaves)
             call.parameters = outs
             self._tokens.append(token)
             unit.bind(call)
@@ -222,10 +148,10 @@ class Engine:
 
         return replace_tensors(inputs, call.unit.name, guard)
 
-    def leave(self, name: str, output: Any) -> Any:
+    def leave(self, name: str, /, output: Any) -> Any:
         """Unbind, empty, and put `Leave` on what the unit returns."""
         unit = self.units[name]
-        if self.phase == "backward" or self.phase == "idle":
+        if self.phase in {"backward", "idle"}:
             return output
         unit.depth -= 1
         if unit.depth or unit.stays:
@@ -253,7 +179,7 @@ class Engine:
         new = iter(Leave.apply(call, self, *wanted))
         return [next(new) if t.requires_grad else t for t in tensors]
 
-    def resolve(self, path: str, name: str) -> Tensor:
+    def resolve(self, path: str, name: str, /) -> Tensor:
         """A value for a placeholder that is read: children of the root are entered by a read."""
         unit = self.units[name]
         if self.phase in ("train", "eval") and unit.stays and not unit.is_bound:
@@ -261,7 +187,7 @@ class Engine:
             unit.depth = 0
         if unit.is_bound and unit.stays:
             return unit.bound(path)
-        raise read_outside(path, name, _PHASES[self.phase])
+        raise faults.read_outside(path, name, _PHASES[self.phase])
 
     # -- backward ---------------------------------------------------------------------------
 
@@ -292,15 +218,7 @@ class Engine:
     def _enter_recompute(self, unit: UnitRuntime) -> None:
         if unit.is_bound:
             return
-        raise UnitError(
-            f"Unit {unit.name!r} is run again in backward while it is not gathered.",
-            where="a recomputation (torch.utils.checkpoint) that spans several units, or "
-            "use_reentrant=True",
-            why="A unit is gathered again when backward reaches its output, so one recomputed "
-            "region must lie inside one unit.",
-            fix="checkpoint each unit by itself with use_reentrant=False",
-            unit=unit.name,
-        )
+        raise faults.recomputed(unit.name)
 
     # -- the list ---------------------------------------------------------------------------
 
@@ -311,17 +229,7 @@ class Engine:
         """Index of the event, None if it moves nothing; an error if its turn has passed."""
         index = self._walk.find(kind, unit.name)
         if index is None and unit.moves:
-            following = self._walk.actions[self._walk.position :]
-            raise OrderError(
-                f"Unit {unit.name or '(root)'!r}: {kind!r} came when its turn had passed.",
-                where=f"{_PHASES[self.phase]}, at position {self._walk.position} of "
-                f"{len(self._walk.actions)}",
-                facts=[f"next in the lowered order: {', '.join(str(a.event) for a in following[:3]) or 'nothing'}"],
-                why="All ranks walk one list of collectives, made from the order of the first step.",
-                fix="keep the order in which modules run the same in every step, or lower again",
-                unit=unit.name,
-                position=self._walk.position,
-            )
+            raise faults.late(kind, unit.name, _PHASES[self.phase], self._walk)
         return index
 
     def _pass_until(self, index: int, *, silent: bool = False) -> None:
@@ -334,13 +242,7 @@ class Engine:
                 self._pass_reduce(action, unit, silent)
                 continue
             if action.event.kind == "leave" and unit.depth and not silent:
-                raise OrderError(
-                    f"Unit {unit.name!r} is still running where the lowered order has left it.",
-                    where=_PHASES[self.phase],
-                    why="All ranks walk one list of collectives, made from the order of the first step.",
-                    fix="keep the nesting of modules the same in every step, or lower again",
-                    unit=unit.name,
-                )
+                raise faults.still_running(unit.name, _PHASES[self.phase])
             walk.meet(walk.position)
             if action.kind == "gather":
                 unit.drop()
@@ -356,49 +258,10 @@ class Engine:
 
     def _pass_reduce(self, action: Action, unit: UnitRuntime, silent: bool) -> None:
         if any(action.items) and not silent:
-            raise OrderError(
-                f"Backward left unit {unit.name or '(root)'!r} out.",
-                where="backward",
-                why="Every unit reduces its gradients in the reverse of the forward order.",
-                fix="report this with the model: it is a fault of shardwise",
-                unit=unit.name,
-            )
+            raise faults.left_out(unit.name)
         self._walk.meet(self._walk.position)
         if any(action.items):
             unit.reduce([], action.items)
 
 
 _PHASES = {"idle": "outside a step", "train": "forward", "eval": "eval", "backward": "backward"}
-
-
-def read_outside(path: str, unit: str, phase: str) -> UnitError:
-    """A parameter that is read where it has no value."""
-    return UnitError(
-        f"Parameter {path!r} is read outside its unit.",
-        where=f"unit {unit or '(root)'!r}, during {phase}",
-        why="A unit's parameters are gathered while its forward runs and nowhere else.",
-        fix=f"read it inside the forward of {unit!r}, or make it a root parameter with "
-        "units=[...] that leave this module out",
-        path=path,
-        unit=unit,
-    )
-
-
-def _needs_grad(unit: UnitRuntime) -> OrderError:
-    return OrderError(
-        f"Unit {unit.name!r} runs with gradients where the first step ran it without.",
-        where="forward",
-        why="All ranks walk one list of collectives, made from the order of the first step.",
-        fix="keep torch.no_grad() around the same calls in every step, or lower again",
-        unit=unit.name,
-    )
-
-
-def _outside(unit: UnitRuntime) -> UnitError:
-    return UnitError(
-        f"Unit {unit.name or '(root)'!r} is called outside a step.",
-        where="the model that loss_fn was given",
-        why="Parameters are bound only while loss_fn runs.",
-        fix="do not keep the model that loss_fn receives; use program.eval(state, batch)",
-        unit=unit.name,
-    )

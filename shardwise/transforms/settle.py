@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from shardwise.sharding.errors import BatchError, LossError, OrderError, RankError, ShardwiseError
 from shardwise.sharding.movement import Transport
+from shardwise.sharding.pytree import tree_flatten
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import Sites
 from shardwise.transforms.lowering import Lowering
@@ -30,8 +30,9 @@ class _Report:
 def settle(
     lowering: Lowering,
     stage: Stage,
-    sites: Sites,
     batch: Any,
+    *,
+    sites: Sites,
     transport: Transport,
     device: torch.device,
 ) -> Lowering:
@@ -46,7 +47,13 @@ def settle(
     failure: Exception | None = None
     try:
         seen = trace(
-            lowering.plan, stage, lowering.loss_fn, batch, sites, device, lowering.staying
+            lowering.plan,
+            stage,
+            lowering.loss_fn,
+            batch,
+            buffers=sites,
+            device=device,
+            staying=lowering.staying,
         )
     except ShardwiseError as error:
         failure = error
@@ -73,8 +80,8 @@ def _combine(lowering: Lowering, traces: list[Trace]) -> Lowering:
         raise OrderError(
             "Ranks run the units of the model in orders that contradict each other.",
             facts=[
-                f"rank {rank}: {' '.join(e.unit or '(root)' for e in t.events if e.kind == 'enter')}"
-                for rank, t in enumerate(traces)
+                f"rank {rank}: {' '.join(e.unit or '(root)' for e in trace.events if e.is_enter)}"
+                for rank, trace in enumerate(traces)
             ],
             why="All ranks walk one list of collectives, so some order must contain all of theirs.",
             fix="run the modules in the same relative order on every rank",
@@ -82,11 +89,12 @@ def _combine(lowering: Lowering, traces: list[Trace]) -> Lowering:
     written = tuple(sorted({name for trace in traces for name in trace.written}))
     notes = [trace.note for trace in traces if trace.note]
     aux = next(iter(known)) if known and not notes else None
-    return lowering.with_trace(Trace((), aux, written, notes[0] if notes else ""), order)
+    first = replace(traces[0], aux=aux, written=written, note=notes[0] if notes else "")
+    return lowering.with_trace(first, order)
 
 
 def _structure(batch: Any) -> str:
-    leaves, structure = optree.tree_flatten(batch, none_is_leaf=True)
+    leaves, structure = tree_flatten(batch, none_is_leaf=True)
     kinds = [
         f"{leaf.dtype} of {leaf.ndim} dims" if isinstance(leaf, Tensor) else type(leaf).__name__
         for leaf in leaves
@@ -95,7 +103,8 @@ def _structure(batch: Any) -> str:
 
 
 def _check_structures(structures: list[str]) -> None:
-    if len(set(structures)) <= 1:
+    other = next((rank for rank, one in enumerate(structures) if one != structures[0]), None)
+    if other is None:
         return
     raise BatchError(
         "The batches of the ranks differ in structure.",
@@ -103,6 +112,7 @@ def _check_structures(structures: list[str]) -> None:
         facts=[f"rank {rank}: {structure}" for rank, structure in enumerate(structures)],
         why="Ranks run one program; sizes may differ, keys, dtypes and dimensions may not.",
         fix="make the same keys with the same dtypes on every rank",
+        rank=other,
     )
 
 

@@ -1,4 +1,4 @@
-"""One forward pass on fake tensors: the order of units, the auxiliary metrics, the buffers it writes.
+"""One forward pass on fake tensors: the order of units, the metrics, the buffers it writes.
 
 Costs host time only: no memory is touched, nothing is communicated. What cannot be traced (a branch
 on a value) ends the trace; what was seen until then is kept, and the report says where it ended.
@@ -11,18 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.sharding.compat import FakeTensorMode
 from shardwise.sharding.errors import ShardwiseError
 from shardwise.sharding.plan import Plan
+from shardwise.sharding.pytree import tree_leaves, tree_map
 from shardwise.transforms.binding import Binding, Stage
+from shardwise.transforms.faults import read_outside
 from shardwise.transforms.loss import parse_loss
 from shardwise.transforms.order import Event
 from shardwise.transforms.outputs import replace_tensors
-from shardwise.transforms.runtime import read_outside
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -36,12 +37,26 @@ class Trace:
         aux: names of the auxiliary metrics, sorted; None if the trace did not get there.
         written: buffers that the forward pass changed.
         note: where the trace ended early, else "".
+        activation_bytes: what autograd saves for backward beside parameters and batch; None if the
+            trace ended early.
+        forward_flops: of matrix products, convolutions and attention; None likewise.
     """
 
     events: tuple[Event, ...]
     aux: tuple[str, ...] | None
     written: tuple[str, ...]
     note: str = ""
+    activation_bytes: int | None = None
+    forward_flops: int | None = None
+
+
+def like(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor of a batch that does not exist yet, for `lower(..., batch=)`.
+
+    >>> like((8, 128), torch.int64).shape
+    torch.Size([8, 128])
+    """
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 class Tracer:
@@ -66,7 +81,9 @@ class Tracer:
             for unit in plan.units:
                 self._bindings[unit.name] = Binding(unit.name, unit.params, stage.template)
                 self._values[unit.name] = [
-                    _fake_parameter(infos[path].shape, plan.compute[path].dtype, device, infos[path].trainable)
+                    _fake_parameter(
+                        infos[path].shape, plan.compute[path].dtype, device, infos[path].trainable
+                    )
                     for path in unit.params
                 ]
         self._trainable = {
@@ -81,7 +98,7 @@ class Tracer:
         self._open[unit] = 1
         self._bindings[unit].bind(self._values[unit])
         self._entered[unit] = len(self.events)
-        grad = self._trainable[unit] and torch.is_grad_enabled()
+        grad = self._trainable[unit] and (unit in self._staying or torch.is_grad_enabled())
         self.events.append(Event("enter", unit, grad))
 
     def leave(self, unit: str, output: Any) -> Any:
@@ -105,6 +122,11 @@ class Tracer:
         if not self._open.get(unit) or unit not in self._staying:
             raise read_outside(path, unit, "the trace of the forward pass")
         return self._values[unit][self._bindings[unit].index[path]]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All fake parameters."""
+        return [value for values in self._values.values() for value in values]
 
     def close(self) -> None:
         """Put all placeholders back."""
@@ -135,6 +157,7 @@ def trace(
     stage: Stage,
     loss_fn: LossFunction,
     batch: Any,
+    *,
     buffers: Mapping[str, tuple[dict[str, Any], str]],
     device: torch.device,
     staying: frozenset[str],
@@ -160,16 +183,19 @@ def trace(
     fakes = {name: mode.from_tensor(value) for name, value in held.items()}
     versions = {name: fake._version for name, fake in fakes.items()}
     aux: tuple[str, ...] | None = None
+    activation_bytes: int | None = None
+    flops = FlopCounterMode(display=False)
     note = ""
     try:
         for name, (table, key) in buffers.items():
             table[key] = fakes[name]
-        inputs = optree.tree_map(
-            lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch
-        )
-        with mode, torch.enable_grad():
+        with mode:
+            inputs = tree_map(lambda leaf: _fake_input(leaf, mode, device), batch)
+        saved = _Saved([*tracer.parameters, *tree_leaves(inputs), *fakes.values()])
+        with mode, torch.enable_grad(), saved.hooks(), flops:
             tracer.enter("")
             aux = tuple(parse_loss(loss_fn(stage.template.module, inputs), inputs).aux)
+        activation_bytes = saved.nbytes
     except ShardwiseError:
         raise
     except Exception as error:
@@ -184,7 +210,39 @@ def trace(
             table[key] = held[name]
         tracer.close()
         stage.guide = guide
-    return Trace(tuple(tracer.events), aux, written, note)
+    total = None if note else flops.get_total_flops()
+    return Trace(tuple(tracer.events), aux, written, note, activation_bytes, total)
+
+
+class _Saved:
+    """Adds up what autograd saves, each storage once."""
+
+    def __init__(self, known: Sequence[Any]) -> None:
+        self.nbytes = 0
+        self._seen = {_storage(leaf) for leaf in known if isinstance(leaf, Tensor)}
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Context in which saved tensors are counted."""
+        return torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        storage = _storage(tensor)
+        if storage not in self._seen:
+            self._seen.add(storage)
+            self.nbytes += tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _fake_input(leaf: Any, mode: FakeTensorMode, device: torch.device) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.is_meta:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+    return mode.from_tensor(leaf)
 
 
 def _where(error: BaseException) -> str:

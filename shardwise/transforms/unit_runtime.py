@@ -170,7 +170,9 @@ class UnitRuntime:
         for number, buffers in enumerate(self.buffers):
             if buffers.bucket.trainable:
                 bucket_items = items[number] if items else ()
-                by_name[buffers.bucket.name] = buffers.reduce(given[buffers.bucket.name], bucket_items)
+                by_name[buffers.bucket.name] = buffers.reduce(
+                    given[buffers.bucket.name], bucket_items
+                )
         return [by_name[buffers.bucket.name] for buffers, _ in self._leaves]
 
 
@@ -179,4 +181,3 @@ def _leaf(bucket: Bucket, device: torch.device) -> Tensor:
     assert bucket.landing is not None
     one: Any = torch.zeros(1, dtype=bucket.landing.dtype, device=device)
     return one.expand(bucket.landing.length).requires_grad_()
-

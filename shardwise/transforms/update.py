@@ -38,9 +38,7 @@ def run_update(
     norm = global_norm(mover, lowering, members, groups)
     extra = {} if norm is None else {"norm": norm}
     unused = Unused(members, grads.used, params, groups_of(state.opt_flats, state.home))
-    params, opt_flats = apply_in_place(
-        lowering.optimizer, params, groups, state.opt_flats, **extra
-    )
+    params, opt_flats = apply_in_place(lowering.optimizer, params, groups, state.opt_flats, **extra)
     unused.restore(params, groups_of(opt_flats, state.home))
     for bucket in members:
         _, _, back = lowering.routes[bucket.name]
@@ -57,6 +55,8 @@ def global_norm(
     """The 2-norm of the whole gradient by one packed reduction; replicated parts count once."""
     if "norm" not in lowering.optimizer.needs:
         return None
+    if not members:
+        return torch.zeros((), dtype=torch.float64)
     squares = squared_norm(groups)
     values = torch.stack([squares[bucket.name] for bucket in members])
     items = lowering.norm_items

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,18 @@ def test_without_a_terminal_progress_is_a_few_lines() -> None:
             advance(loss=2.5, tokens_per_second=1234.0, rest_bytes=2048)
     lines = out.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["20/45", "40/45", "45/45"]
-    assert "loss 2.500  1,234 tokens/s  at rest 2 KiB a rank, predicted 2 KiB" in lines[0]
+    assert "loss 2.500  1,234 tokens/s  rest 2/2 KiB" in lines[0]
+
+
+def test_the_live_bar_fits_a_terminal_of_80_columns() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=True, color_system=None)
+    with progress(console, steps=200, predicted_bytes=3_996_688) as advance:
+        for _ in range(200):
+            advance(loss=2.5, tokens_per_second=12345.0, rest_bytes=3_996_688)
+    last = re.sub(r"\x1b\[[0-9?]*[A-Za-z]", "", out.getvalue()).splitlines()[-1]
+    for word in ("200/200", "loss 2.500", "12,345 tokens/s", "rest 3,903/3,903 KiB", "0:00:0"):
+        assert word in last
 
 
 def test_the_table_shows_a_difference_from_the_prediction() -> None:

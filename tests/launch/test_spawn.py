@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -164,29 +165,44 @@ SCRIPT = """
 """
 
 
-def run_script(tmp_path: Path, *argv: str) -> subprocess.Popen[str]:
+RunScript = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def run_script(tmp_path: Path) -> Iterator[RunScript]:
+    """Start the script in a session of its own; what still runs at the end is killed."""
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(SCRIPT))
     root = Path(__file__).parents[2]
-    return subprocess.Popen(
-        [sys.executable, str(path), *argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        start_new_session=True,
-    )
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*argv: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(path), *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(root)},
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate(timeout=60)
 
 
-def test_a_script_can_spawn_its_own_function(tmp_path: Path) -> None:
-    out, err = run_script(tmp_path, "0").communicate(timeout=100)
+def test_a_script_can_spawn_its_own_function(run_script: RunScript) -> None:
+    out, err = run_script("0").communicate(timeout=100)
     assert "all [0, 1]" in out, err
     assert "rank 0" in out
     assert "rank 1" in out
 
 
-def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
-    process = run_script(tmp_path, "0", "unguarded")
+def test_a_script_without_the_guard_is_told_so(run_script: RunScript) -> None:
+    process = run_script("0", "unguarded")
     _, err = process.communicate(timeout=100)
     assert process.returncode == 1
     assert "exited with code 1 while it imported the script" in err
@@ -196,8 +212,8 @@ def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("signum", "everyone"), [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGKILL, False)]
 )
-def test_ranks_end_with_their_caller(tmp_path: Path, signum: int, everyone: bool) -> None:
-    process = run_script(tmp_path, "600")
+def test_ranks_end_with_their_caller(run_script: RunScript, signum: int, everyone: bool) -> None:
+    process = run_script("600")
     assert process.stdout is not None
     pids = [int(process.stdout.readline().split()[2]) for _ in range(2)]
     if everyone:

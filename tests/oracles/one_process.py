@@ -37,7 +37,8 @@ def cut(batch: Any, parts: int) -> list[Any]:
 
     def part(index: int) -> Any:
         return optree.tree_map(
-            lambda leaf: leaf.tensor_split(parts)[index] if isinstance(leaf, Tensor) else leaf, batch
+            lambda leaf: leaf.tensor_split(parts)[index] if isinstance(leaf, Tensor) else leaf,
+            batch,
         )
 
     return [part(index) for index in range(parts)]
@@ -140,4 +141,6 @@ def _same_leaves(
         assert (mine is None) == (value is None), f"{what} {path}: {mine} against {value}"
         if mine is not None and value is not None:
             assert mine.shape == value.shape, f"{what} {path}: shape {tuple(mine.shape)}"
-            torch.testing.assert_close(mine, value, msg=lambda m, p=path: f"{what} {p}: {m}", **close)
+            torch.testing.assert_close(
+                mine, value, msg=lambda m, p=path: f"{what} {p}: {m}", **close
+            )

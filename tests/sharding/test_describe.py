@@ -101,10 +101,8 @@ def test_bytes_at_rest_are_those_of_the_largest_chunk(
 
 def is_part(fine: Spec, coarse: Spec, shape: tuple[int, ...], mesh: Mesh) -> bool:
     for coords, dim in itertools.product(map(mesh.coords, range(mesh.size)), range(len(shape))):
-        inner, outer = (
-            set(range(*local_range(s, shape, mesh, coords, dim))) for s in (fine, coarse)
-        )
-        if not inner <= outer:
+        inner = set(range(*local_range(fine, shape, mesh, coords, dim)))
+        if not inner <= set(range(*local_range(coarse, shape, mesh, coords, dim))):
             return False
     return True
 

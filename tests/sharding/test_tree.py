@@ -120,6 +120,7 @@ def test_a_tied_leaf_is_found_by_every_name() -> None:
         (("embed", "hd"), ["'hd'"]),
         (("embed", "~weight"), ["'embed', '~weight'", "5 paths"]),
         ((), ["empty tuple"]),
+        (("embed", len), ["no pattern", "one predicate"]),
         (lambda path: path == "x", ["matches none of 5 paths"]),
     ],
 )

@@ -324,13 +324,25 @@ def test_a_checkpoint_over_several_units_is_refused():
     assert error.numbers["unit"] in ("layers.0", "layers.1")
 
 
-def test_a_reentrant_checkpoint_is_refused_by_name():
-    def reentrant(model: Stack, batch: dict[str, Tensor]) -> Tensor:
-        x = batch["x"].requires_grad_()
-        return checkpoint(model.layers[0], x, use_reentrant=True)
+def reentrant_around(model: Stack, batch: dict[str, Tensor]) -> Tensor:
+    return checkpoint(model.layers[0], batch["x"].requires_grad_(), use_reentrant=True)
 
-    error = refusal(reentrant)
-    assert "use_reentrant=True" in str(error)
+
+def reentrant_between(model: Stack, batch: dict[str, Tensor]) -> Tensor:
+    return checkpoint(model.layers[1], model.layers[0](batch["x"]), use_reentrant=True)
+
+
+def reentrant_inside(model: Stack, batch: dict[str, Tensor]) -> Tensor:
+    block = model.layers[1]
+    block.inner = lambda x: checkpoint(Block.inner, block, x, use_reentrant=True)
+    return block(model.layers[0](batch["x"]))
+
+
+@pytest.mark.parametrize("run", [reentrant_around, reentrant_between, reentrant_inside])
+def test_a_reentrant_checkpoint_is_refused_by_name(run):
+    error = refusal(run)
+    assert isinstance(error, UnitError)
+    assert "use_reentrant=True" in error.what
     assert "use_reentrant=False" in error.fix
 
 

@@ -185,6 +185,15 @@ def test_auto_chooses_a_dimension_that_the_finer_home_divides_too() -> None:
     assert homes_of(one((4, 8), MESH, zero(3, "fsdp")))[0] == "d0/fsdp d1"
 
 
+def test_auto_stays_with_the_dimension_chosen_for_the_coarser_home() -> None:
+    params = shard_params("fsdp", on=1)
+    laid = one((8, 8), MESH, params, shard_optimizer(("fsdp", "dp")))
+    assert homes_of(laid) == ("d0 d1/fsdp", "d0 d1", "d0 d1/(fsdp dp)")
+    # Nothing divides by eight: the finer home keeps the cut of the coarser one.
+    laid = one((6, 4), MESH, params, shard_optimizer(("fsdp", "dp")))
+    assert homes_of(laid) == ("d0 d1/fsdp", "d0 d1", "d0 d1/fsdp")
+
+
 def test_axes_of_homes_begin_with_those_of_the_coarser_home() -> None:
     laid = one((16,), MESH, shard_optimizer(("dp", "fsdp")), shard_params("fsdp"))
     assert homes_of(laid) == ("d0/fsdp", "d0", "d0/(fsdp dp)")
@@ -267,8 +276,8 @@ def test_many_failures_are_one_error_summarised_by_pattern() -> None:
 
 def test_up_to_five_failures_are_listed_one_by_one() -> None:
     with pytest.raises(PlanError) as caught:
-        plan(OneParam(6, count=3), MESH, shard_params("fsdp", on=0))
-    assert [f"w{i}   shape" in str(caught.value) for i in ("", 1, 2)] == [True] * 3
+        plan(Tiny(width=6, depth=5), MESH, shard_params("fsdp", on=0, where="down"))
+    assert [f"layers.{i}.down.weight   shape" in str(caught.value) for i in range(5)] == [True] * 5
 
 
 def test_failures_of_different_kinds_are_one_error() -> None:

@@ -1,0 +1,204 @@
+"""Hypothesis strategies for meshes, models, plans and optimizers; needs the `testing` extra.
+
+Everything drawn is a plain value that prints as the code that makes it. Draws shrink towards one
+axis of size 1, a model without blocks and the empty chain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import reject
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from shardwise import optim
+from shardwise.optim.base import GradientTransform
+from shardwise.sharding.errors import PlanError
+from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.plan import Plan, Transform, plan
+from shardwise.sharding.tree import match
+from shardwise.testing.models import EXACT, Toy
+from shardwise.transforms import zero as homes
+
+_AXES = ("fsdp", "dp", "node")
+_SHAPES = ((1,), (2,), (3,), (4,), (1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (2, 1, 2), (2, 2, 2))
+_WIDTHS = (1, 2, 3, 5, 8)
+_VOCABS = (0, 4, 7, 33)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A transform as a value: the name of its constructor and the arguments."""
+
+    call: str
+    args: tuple[Any, ...]
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def transform(self) -> Transform:
+        """Make the transform."""
+        return getattr(homes, self.call)(*self.args, **dict(self.options))
+
+    def __repr__(self) -> str:
+        options = [f"{key}={value!r}" for key, value in self.options]
+        return f"sw.{self.call}({', '.join([*map(repr, self.args), *options])})"
+
+
+@dataclass(frozen=True)
+class Training:
+    """All that a training run follows from; properties build the parts anew.
+
+    Args:
+        mesh: named axes.
+        toy: the model.
+        moves: the transforms, in order.
+        units: patterns of modules that are units; None: the default rule.
+        optimizer: a name in `OPTIMIZERS`.
+        rows: of each global batch.
+        steps: number of batches.
+        seed: of weights and batches.
+    """
+
+    mesh: Mesh
+    toy: Toy
+    moves: tuple[Move, ...]
+    units: tuple[str, ...] | None
+    optimizer: str
+    rows: int
+    steps: int
+    seed: int
+
+    @property
+    def model(self) -> nn.Module:
+        """A new module; its values do not matter, training starts from the seed."""
+        return self.toy.build()
+
+    def plan(self, model: nn.Module) -> Plan:
+        """The plan for a model that `model` has built."""
+        return plan(model, self.mesh, *(m.transform() for m in self.moves), units=self.units)
+
+    @property
+    def batches(self) -> list[dict[str, Tensor]]:
+        """Global batches."""
+        return [self.toy.batch(self.rows, self.seed + step) for step in range(self.steps)]
+
+
+def make_optimizer(name: str) -> GradientTransform:
+    """One of the optimizers that `OPTIMIZERS` names.
+
+    >>> make_optimizer("sgd").couples
+    'element'
+    """
+    rate = optim.warmup_cosine(1e-2, warmup=2, steps=20)
+    match name:
+        case "sgd":
+            return optim.sgd(0.1)
+        case "momentum":
+            return optim.sgd(0.1, momentum=0.9, weight_decay=0.01)
+        case "adamw":
+            return optim.adamw(rate)
+        case "clipped sgd":
+            return optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.1))
+        case _:
+            return optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(rate))
+
+
+ELEMENTWISE = ("sgd", "momentum", "adamw")
+"""Optimizers whose bits do not depend on how parameters are cut."""
+
+OPTIMIZERS = (*ELEMENTWISE, "clipped sgd", "clipped adamw")
+"""All optimizers that `make_optimizer` knows."""
+
+
+@st.composite
+def meshes(draw: st.DrawFn, *, max_ranks: int = 4) -> Mesh:
+    """One to three data axes in any order; at most `max_ranks` ranks."""
+    shape = draw(st.sampled_from([s for s in _SHAPES if math.prod(s) <= max_ranks]))
+    names = draw(st.permutations(_AXES))
+    sizes: dict[str, Any] = dict(zip(names, shape, strict=False))
+    return Mesh(**sizes)
+
+
+def toys(*, features: Sequence[str] = EXACT) -> st.SearchStrategy[Toy]:
+    """Small models with any of the given features."""
+    return st.builds(
+        Toy,
+        width=st.sampled_from(_WIDTHS),
+        hidden=st.sampled_from(_WIDTHS),
+        depth=st.integers(0, 3),
+        vocab=st.sampled_from(_VOCABS),
+        features=st.sets(st.sampled_from(features), max_size=4).map(sorted).map(tuple),
+    )
+
+
+def axes_of(mesh: Mesh) -> st.SearchStrategy[str | tuple[str, ...] | None]:
+    """No axis, one, or several in any order."""
+    several = st.permutations(mesh.names).flatmap(
+        lambda names: st.integers(1, len(names)).map(lambda count: tuple(names[:count]))
+    )
+    return st.one_of(st.none(), st.sampled_from(mesh.names), several)
+
+
+@st.composite
+def moves(draw: st.DrawFn, mesh: Mesh, model: nn.Module) -> tuple[Move, ...]:
+    """A chain of transforms that suit a mesh and a model."""
+    paths = [path for path, _ in model.named_parameters()]
+    units = [unit.name for unit in plan(model, mesh).units if unit.kind == "unit"]
+    where = st.sampled_from(["**", *_matching(["weight", "~weight", "layers.*", "*norm*"], paths)])
+    cut = st.fixed_dictionaries({"where": where}).map(lambda d: tuple(d.items()))
+    axes = axes_of(mesh)
+    home = st.sampled_from(["shard_optimizer", "shard_grads", "shard_params"])
+    choices = [
+        st.builds(Move, home, st.tuples(axes), cut),
+        st.builds(Move, home, st.tuples(axes), st.just((("on", 0), ("pad", True)))),
+        st.builds(
+            Move,
+            st.just("zero"),
+            st.tuples(st.integers(0, 3), axes.filter(bool)),
+            cut,
+        ),
+        st.builds(Move, st.just("prefetch"), st.tuples(st.integers(0, 3))),
+        st.builds(Move, st.just("freeze"), st.tuples(where)),
+    ]
+    if units:
+        choices.append(
+            st.builds(Move, st.just("keep_gathered"), st.tuples(st.sampled_from(["**", *units])))
+        )
+    return tuple(draw(st.lists(st.one_of(choices), max_size=5)))
+
+
+@st.composite
+def trainings(
+    draw: st.DrawFn,
+    *,
+    features: Sequence[str] = EXACT,
+    optimizers: Sequence[str] = OPTIMIZERS,
+    max_ranks: int = 4,
+) -> Training:
+    """A small mesh, a model, a plan for it, an optimizer and a seed, in one draw."""
+    mesh = draw(meshes(max_ranks=max_ranks))
+    toy = draw(toys(features=features))
+    model = toy.build()
+    training = Training(
+        mesh=mesh,
+        toy=toy,
+        moves=draw(moves(mesh, model)),
+        units=None,
+        optimizer=draw(st.sampled_from(optimizers)),
+        # Two rows a rank, so that batch statistics exist; more of them make uneven parts.
+        rows=2 * mesh.size + draw(st.integers(0, 3)),
+        steps=draw(st.integers(1, 3)),
+        seed=draw(st.integers(0, 1000)),
+    )
+    try:
+        training.plan(model)
+    except PlanError:
+        reject()  # an uneven cut over several axes
+    return training
+
+
+def _matching(patterns: Iterable[str], paths: Sequence[str]) -> list[str]:
+    return [pattern for pattern in patterns if any(match(pattern, path) for path in paths)]

@@ -1,0 +1,92 @@
+"""What the engine says when a model does what units or their order do not allow."""
+
+from __future__ import annotations
+
+from shardwise.sharding.errors import OrderError, UnitError
+from shardwise.transforms.order import Walk
+
+_ONE_LIST = "All ranks walk one list of collectives, made from the order of the first step."
+
+
+def read_outside(path: str, unit: str, phase: str) -> UnitError:
+    """A parameter that is read where it has no value."""
+    return UnitError(
+        f"Parameter {path!r} is read outside its unit.",
+        where=f"unit {unit or '(root)'!r}, during {phase}",
+        why="A unit's parameters are gathered while its forward runs and nowhere else.",
+        fix=f"read it inside the forward of {unit!r}, or make it a root parameter with "
+        "units=[...] that leave this module out",
+        path=path,
+        unit=unit,
+    )
+
+
+def outside(unit: str) -> UnitError:
+    """A module of the template that is called when no pass is on its way."""
+    return UnitError(
+        f"Unit {unit or '(root)'!r} is called outside a step.",
+        where="the model that loss_fn was given",
+        why="Parameters are bound only while loss_fn runs.",
+        fix="do not keep the model that loss_fn receives; use program.eval(state, batch)",
+        unit=unit,
+    )
+
+
+def recomputed(unit: str) -> UnitError:
+    """A recomputation that needs a unit before backward has reached its output."""
+    return UnitError(
+        f"Unit {unit!r} is run again in backward while it is not gathered.",
+        where="a recomputation (torch.utils.checkpoint) that spans several units, or "
+        "use_reentrant=True",
+        why="A unit is gathered again when backward reaches its output, so one recomputed region "
+        "must lie inside one unit.",
+        fix="checkpoint each unit by itself with use_reentrant=False",
+        unit=unit,
+    )
+
+
+def late(kind: str, unit: str, phase: str, walk: Walk) -> OrderError:
+    """A unit that is entered or left when the list is past it."""
+    following = [str(action.event) for action in walk.actions[walk.position :][:3]]
+    return OrderError(
+        f"Unit {unit or '(root)'!r}: {kind!r} came when its turn had passed.",
+        where=f"{phase}, at position {walk.position} of {len(walk.actions)}",
+        facts=[f"next in the lowered order: {', '.join(following) or 'nothing'}"],
+        why=_ONE_LIST,
+        fix="keep the order in which modules run the same in every step, or lower again",
+        unit=unit,
+        position=walk.position,
+    )
+
+
+def still_running(unit: str, phase: str) -> OrderError:
+    """Another nesting than the one that was lowered."""
+    return OrderError(
+        f"Unit {unit!r} is still running where the lowered order has left it.",
+        where=phase,
+        why=_ONE_LIST,
+        fix="keep the nesting of modules the same in every step, or lower again",
+        unit=unit,
+    )
+
+
+def needs_grad(unit: str) -> OrderError:
+    """A call that had no backward in the first step and has one now."""
+    return OrderError(
+        f"Unit {unit!r} runs with gradients where the first step ran it without.",
+        where="forward",
+        why=_ONE_LIST,
+        fix="keep torch.no_grad() around the same calls in every step, or lower again",
+        unit=unit,
+    )
+
+
+def left_out(unit: str) -> OrderError:
+    """Backward has passed a unit without its gradients."""
+    return OrderError(
+        f"Backward left unit {unit or '(root)'!r} out.",
+        where="backward",
+        why="Every unit reduces its gradients in the reverse of the forward order.",
+        fix="report this with the model: it is a fault of shardwise",
+        unit=unit,
+    )
