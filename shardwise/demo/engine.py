@@ -70,10 +70,15 @@ def prepare(options: Options, *, clip: bool = True) -> Setup:
     return Setup(plan, lowered, lowered.bind())
 
 
+def batches(text: Tensor, options: Options) -> Iterator[dict[str, Tensor]]:
+    """The global batch of each step, the same on every rank."""
+    for number in range(options.steps):
+        yield draw_batch(text, rows=options.rows, context=_CONTEXT, seed=options.seed + number)
+
+
 def train(setup: Setup, state: sw.State, text: Tensor, options: Options) -> Iterator[Step]:
     """Take `options.steps` steps; each state handle is dead once the next one is asked for."""
-    for number in range(options.steps):
-        batch = draw_batch(text, rows=options.rows, context=_CONTEXT, seed=options.seed + number)
+    for batch in batches(text, options):
         state, metrics = setup.program.step(state, setup.program.shard_batch(batch))
         yield Step(state, float(metrics.loss))
 

@@ -37,7 +37,11 @@ class Traffic(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Figures of a finished run, the same on every rank; losses in nats per byte."""
+    """Figures of a finished run; losses in nats per byte.
+
+    The same on every rank, but for the speed each has seen, and for `largest_difference` and
+    `sample`, which rank 0 alone works out.
+    """
 
     ranks: int
     train_loss: float

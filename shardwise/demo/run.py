@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.demo import engine
 from shardwise.demo.gpt import GPT, GPTConfig, generate
 from shardwise.demo.options import Options, Outcome
-from shardwise.demo.reference import largest_difference
+from shardwise.demo.reference import largest_difference, train_sharded
 from shardwise.demo.show import printable, progress, summary
 from shardwise.demo.text import standard_library, unigram_entropy
 from shardwise.sharding.job import join_job
@@ -52,7 +52,11 @@ def run(options: Options) -> Outcome:
     weights = engine.full_weights(state)
     sample = _save_and_sample(weights, path) if job.rank == 0 else ""
     console.print(f"weights: {path}\nsample:\n{sample}\n", markup=False, highlight=False)
-    difference = largest_difference(corpus.train, options, job.world) if options.check else None
+    difference = None
+    if options.check:
+        trained = train_sharded(corpus.train, options)
+        if job.rank == 0:
+            difference = largest_difference(trained, corpus.train)
     outcome = Outcome(
         ranks=job.world,
         train_loss=loss,

@@ -1,7 +1,8 @@
 """Buffers: bound for a pass, read back after it, and averaged over the batch axes if written.
 
 Float buffers (running statistics) become their mean over the ranks, integer buffers (counters)
-their maximum; both travel as float64 in one packed gather per axis.
+their maximum; both travel as float64 in one packed gather per axis. What is equal on all ranks stays
+as it is, bit for bit.
 """
 
 from __future__ import annotations
@@ -47,19 +48,27 @@ def average_buffers(
     names = lowering.written_buffers
     if not lowering.buffer_items:
         return buffers
-    values = torch.cat([buffers[name].detach().reshape(-1).double() for name in names])
-    floats = torch.cat(
-        [torch.full((buffers[name].numel(),), buffers[name].is_floating_point()) for name in names]
-    ).to(values.device)
+    flat = [_as_numbers(buffers[name].detach()) for name in names]
+    values = torch.cat([part.double() for part in flat])
+    floats = torch.cat([torch.full((part.numel(),), part.is_floating_point()) for part in flat])
+    floats = floats.to(values.device)
     for item in lowering.buffer_items:
         size = mover.mesh[item.axis]
         stack = values.new_empty(size * values.numel())
         finish(mover.all_gather(stack, values, item))
         rows = stack.view(size, -1)
-        values = torch.where(floats, rows.mean(0), rows.amax(0))
+        differs = (rows != rows[0]).any(0)
+        values = torch.where(floats & differs, rows.mean(0), rows.amax(0))
     result = dict(buffers)
-    parts = values.split([buffers[name].numel() for name in names])
-    for name, part in zip(names, parts, strict=True):
-        old = buffers[name]
-        result[name] = part.view(old.shape).to(old.dtype)
+    parts = values.split([part.numel() for part in flat])
+    for name, part, old in zip(names, parts, flat, strict=True):
+        whole = part.to(old.dtype)
+        if buffers[name].is_complex():
+            whole = torch.view_as_complex(whole.view(-1, 2))
+        result[name] = whole.view(buffers[name].shape)
     return result
+
+
+def _as_numbers(buffer: Tensor) -> Tensor:
+    """Flat real numbers; two for each complex one."""
+    return (torch.view_as_real(buffer) if buffer.is_complex() else buffer).reshape(-1)

@@ -100,7 +100,10 @@ class Lowering:
         """The packed average of written buffers."""
         if not self.written_buffers:
             return ()
-        sizes = {name: buffer.numel() for name, buffer in self.module.named_buffers()}
+        sizes = {
+            name: buffer.numel() * (2 if buffer.is_complex() else 1)
+            for name, buffer in self.module.named_buffers()
+        }
         count = sum(sizes[name] for name in self.written_buffers)
         return packed_items(count, self.batch_axes, self.plan.mesh, "buffers")
 

@@ -18,7 +18,8 @@ Replace = Callable[[list[Tensor]], Sequence[Tensor]]
 def replace_tensors(output: Any, unit: str, replace: Replace) -> Any:
     """Rebuild `output` with `replace(tensors)` in the place of its tensors.
 
-    Tensors, tuples, lists, dicts, named tuples and dataclasses (nested) are walked.
+    Tensors, tuples, lists, dicts and their subclasses, named tuples and dataclasses (nested) are
+    walked.
 
     Raises:
         UnitError: an object of another type holds tensors.
@@ -35,22 +36,26 @@ def replace_tensors(output: Any, unit: str, replace: Replace) -> Any:
     return tree_unflatten(structure, [_rebuild(leaf, new) for leaf in leaves])
 
 
-def _fields(leaf: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(leaf)]
-
-
 def _is_record(leaf: Any) -> bool:
     return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def _parts(leaf: Any) -> Mapping[str, Any] | None:
+    """What a dataclass or a subclass of dict holds, by name; transformers' outputs are both."""
+    if isinstance(leaf, dict):
+        return leaf
+    if _is_record(leaf):
+        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+    return None
 
 
 def _tensors_of(leaf: Any, unit: str) -> list[Tensor]:
     if isinstance(leaf, Tensor):
         return [leaf]
-    if _is_record(leaf):
-        nested = [tree_leaves(getattr(leaf, name)) for name in _fields(leaf)]
-        return [
-            tensor for values in nested for value in values for tensor in _tensors_of(value, unit)
-        ]
+    parts = _parts(leaf)
+    if parts is not None:
+        nested = tree_leaves(list(parts.values()))
+        return [tensor for value in nested for tensor in _tensors_of(value, unit)]
     if _hides_tensors(leaf):
         kind = type(leaf)
         raise UnitError(
@@ -67,7 +72,7 @@ def _tensors_of(leaf: Any, unit: str) -> list[Tensor]:
 
 def _hides_tensors(leaf: Any) -> bool:
     if isinstance(leaf, Mapping):
-        return any(isinstance(value, Tensor) for value in leaf.values())
+        return any(isinstance(value, Tensor) for value in tree_leaves(list(leaf.values())))
     held = getattr(leaf, "__dict__", None)
     if not held or isinstance(leaf, type):
         return False
@@ -77,10 +82,14 @@ def _hides_tensors(leaf: Any) -> bool:
 def _rebuild(leaf: Any, new: Any) -> Any:
     if isinstance(leaf, Tensor):
         return next(new)
-    if not _is_record(leaf):
+    parts = _parts(leaf)
+    if parts is None:
         return leaf
     rebuilt = copy.copy(leaf)
-    for name in _fields(leaf):
-        value = tree_map(lambda part: _rebuild(part, new), getattr(leaf, name))
-        object.__setattr__(rebuilt, name, value)
+    for name, value in parts.items():
+        value = tree_map(lambda part: _rebuild(part, new), value)
+        if isinstance(leaf, dict):
+            dict.__setitem__(rebuilt, name, value)
+        if _is_record(leaf):
+            object.__setattr__(rebuilt, name, value)
     return rebuilt

@@ -23,9 +23,10 @@ from shardwise.sharding.pytree import tree_leaves, tree_map
 from shardwise.sharding.simulation import Simulated, World, current_world
 from shardwise.sharding.state import State
 from shardwise.sharding.transport import make_transport
-from shardwise.transforms.initialise import FromModule, InitModule
+from shardwise.transforms.initialise import FromModule
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.metrics import Metrics
+from shardwise.transforms.module_init import InitModule
 from shardwise.transforms.rank_program import RankProgram
 
 T = TypeVar("T")

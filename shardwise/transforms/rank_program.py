@@ -24,10 +24,11 @@ from shardwise.transforms.buffer_sync import (
     read_buffers,
 )
 from shardwise.transforms.checks import checked, refuse_reentrant
-from shardwise.transforms.initialise import FromModule, InitModule, Shards, init_from_seed
+from shardwise.transforms.initialise import FromModule, Shards
 from shardwise.transforms.loss import Loss, Mean, no_gradient, parse_loss
 from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
 from shardwise.transforms.metrics import Metrics
+from shardwise.transforms.module_init import InitModule, init_from_seed
 from shardwise.transforms.runtime import Engine
 from shardwise.transforms.settle import raise_together, settle
 from shardwise.transforms.unit_runtime import UnitRuntime
@@ -86,8 +87,7 @@ class RankProgram:
         if isinstance(source, FromModule):
             self._take_module(source, shards)
         else:
-            infos = plan.infos
-            init_from_seed(self.template, infos, shards, seed, device=self.device, init=init)
+            init_from_seed(self.template, shards, seed, device=self.device, init=init)
         buffers = {
             name: buffer.detach().clone()
             for name, buffer in read_buffers(self.buffer_sites).items()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwise.sharding.compat import FakeTensorMode
+from shardwise.sharding.compat import FakeTensorMode, TorchDispatchMode
 from shardwise.sharding.errors import ShardwiseError
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.pytree import tree_leaves, tree_map
@@ -181,10 +181,11 @@ def trace(
     guide, stage.guide = stage.guide, tracer
     held = {name: table[key] for name, (table, key) in buffers.items()}
     fakes = {name: mode.from_tensor(value) for name, value in held.items()}
-    versions = {name: fake._version for name, fake in fakes.items()}
+    storages = {name: _storage(fake) for name, fake in fakes.items()}
     aux: tuple[str, ...] | None = None
     activation_bytes: int | None = None
     flops = FlopCounterMode(display=False)
+    writes = _Writes()
     note = ""
     try:
         for name, (table, key) in buffers.items():
@@ -192,7 +193,7 @@ def trace(
         with mode:
             inputs = tree_map(lambda leaf: _fake_input(leaf, mode, device), batch)
         saved = _Saved([*tracer.parameters, *tree_leaves(inputs), *fakes.values()])
-        with mode, torch.enable_grad(), saved.hooks(), flops:
+        with mode, torch.enable_grad(), saved.hooks(), flops, writes:
             tracer.enter("")
             aux = tuple(parse_loss(loss_fn(stage.template.module, inputs), inputs).aux)
         activation_bytes = saved.nbytes
@@ -204,7 +205,10 @@ def trace(
         written = tuple(
             name
             for name, (table, key) in buffers.items()
-            if table[key] is not fakes[name] or fakes[name]._version != versions[name]
+            if table[key] is not fakes[name]
+            or _storage(fakes[name]) != storages[name]
+            or storages[name] in writes.storages
+            or note  # what comes after the end of the trace may write any of them
         )
         for name, (table, key) in buffers.items():
             table[key] = held[name]
@@ -212,6 +216,31 @@ def trace(
         stage.guide = guide
     total = None if note else flops.get_total_flops()
     return Trace(tuple(tracer.events), aux, written, note, activation_bytes, total)
+
+
+class _Writes(TorchDispatchMode):
+    """Notes which storages are written, also through `.data` and other aliases.
+
+    A batch norm in training writes its running statistics without saying so in its schema.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Look for arguments that the operation writes."""
+        arguments = func._schema.arguments
+        names = [argument.name for argument in arguments]
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        targets = [one.name for one in arguments if one.alias_info and one.alias_info.is_write]
+        if given.get("training", True):
+            targets += ["running_mean", "running_var"]
+        written = (given.get(name) for name in targets)
+        self.storages |= {_storage(value) for value in written if isinstance(value, Tensor)}
+        return func(*args, **(kwargs or {}))
 
 
 class _Saved:

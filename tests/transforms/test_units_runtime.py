@@ -49,7 +49,11 @@ def check(
     data: Any = None,
     units: Any = None,
 ) -> Run:
-    """Train sharded and in one process, and compare everything."""
+    """Train sharded and in one process, and compare everything.
+
+    By momentum: Adam would turn the rounding noise of an attention's key bias, whose gradient is
+    zero, into full steps.
+    """
     torch.manual_seed(1)
     module = make().double()
     mesh, transforms = PLANS[kind]
@@ -60,9 +64,9 @@ def check(
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(name not in frozen)
     want = one_process(
-        plain, loss, data, lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1), parts=mesh.size
+        plain, loss, data, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), parts=mesh.size
     )
-    got = sharded(module, plan, loss, data, sw.optim.adamw(1e-2, weight_decay=0.1))
+    got = sharded(module, plan, loss, data, sw.optim.sgd(0.1, momentum=0.9))
     assert_same(got, want)
     return got
 
@@ -129,11 +133,20 @@ class Sealed:
     second: Any = None
 
 
-class Output(collections.OrderedDict):
-    """As transformers' outputs: a dict whose items are attributes too."""
+class Items(dict):
+    """A dict of a type of its own."""
 
-    def __getattr__(self, name: str) -> Any:
-        return self[name]
+
+@dataclass
+class Output(collections.OrderedDict):
+    """As transformers' outputs: a dict and a dataclass that show the same values."""
+
+    a: Tensor | None = None
+    b: Any = None
+    missing: Any = None
+
+    def __post_init__(self) -> None:
+        self.update({key: value for key, value in vars(self).items() if value is not None})
 
 
 class Returns(nn.Module):
@@ -162,7 +175,11 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Ten
         lambda a, b: collections.OrderedDict(a=a, b=b),
         lambda out: out["a"] * out["b"],
     ),
-    "model output": (lambda a, b: Output(a=a, b=b), lambda out: out.a * out["b"]),
+    "subclass of dict": (lambda a, b: Items(a=a, b=[b]), lambda out: out["a"] * out["b"][0]),
+    "model output": (
+        lambda a, b: Output(a=a, b=(b,)),
+        lambda out: out.a * out["b"][0] + out["a"] * out.b[0],
+    ),
     "the same twice": (lambda a, b: (a, a, b), lambda out: out[0] * out[1] * out[2]),
     "a view": (lambda a, b: (a, a[..., :2], b), lambda out: out[0].square() + out[2] * out[1].sum()),
 }
@@ -204,7 +221,7 @@ def test_a_unit_that_changes_its_output_in_place():
             self.lin = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.lin(x).relu_().mul_(2)
+            return self.lin(x).mul_(2)
 
     check(lambda: Lines(InPlace, lambda unit, x: unit(x).add_(1.0)), "zero-3")
 
@@ -340,6 +357,7 @@ def test_hooks_on_gradients_of_a_module():
         return module
 
     check(make, "zero-3")
-    plain, sharded_ = seen[: 2 * 2], seen[2 * 2 :]  # 2 steps, 2 parts; then grads and step each
-    assert len(sharded_) == 2 * len(plain)
-    assert {round(x.item(), 9) for x in plain} == {round(x.item(), 9) for x in sharded_}
+    plain, engine = seen[: 2 * 2], seen[2 * 2 :]  # 2 steps, 2 parts; then grads and step each
+    assert len(engine) == 2 * len(plain)
+    rows = 8  # inside a pass gradients are those of the sum
+    assert {round(x.item() * rows, 7) for x in plain} == {round(x.item(), 7) for x in engine}
