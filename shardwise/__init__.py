@@ -2,7 +2,7 @@
 
 from shardwise import optim
 from shardwise.launch import spawn
-from shardwise.sharding import rules
+from shardwise.sharding import errors, rules
 from shardwise.sharding.axes import Axes
 from shardwise.sharding.lifted import Lifted, to_global
 from shardwise.sharding.mesh import Mesh
@@ -42,6 +42,7 @@ __all__ = [
     "State",
     "Transform",
     "chain",
+    "errors",
     "freeze",
     "from_module",
     "keep_gathered",

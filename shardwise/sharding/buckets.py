@@ -99,9 +99,11 @@ def _unit_buckets(plan: Plan, unit: Unit, infos: dict[str, ParamInfo]) -> tuple[
     groups: dict[tuple[object, ...], list[ParamInfo]] = {}
     for path in unit.params:
         groups.setdefault(_alike(plan, infos[path]), []).append(infos[path])
+    # Trainable buckets come first, so that Enter's inputs and outputs are a prefix of the unit's.
+    ordered = sorted(groups.values(), key=lambda members: members[0].path not in plan.opt)
     return tuple(
         _make_bucket(plan, unit, f"{unit.name or '(root)'}/{index}", members)
-        for index, members in enumerate(groups.values())
+        for index, members in enumerate(ordered)
     )
 
 

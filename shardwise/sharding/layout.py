@@ -150,12 +150,12 @@ class Regroup:
 
     def coarse_pieces(self, index: int, block: Tensor) -> list[Tensor]:
         """Views of one coarse block in the shapes that `fine_pieces` has for the same entry."""
-        (pre, _, chunk, post), full, rest = self._cuts[index]
+        (pre, rows, chunk, post), full, rest = self._cuts[index]
         if rest == 0 and full == self.parts and pre == 1:
-            rows = block.reshape(*self.sizes, chunk * post)
+            cut = block.reshape(*self.sizes, chunk * post)
             ranks = len(self.sizes)
-            return [rows if ranks == 1 else rows.permute(*self._to_stack, ranks)]
-        grid = block.reshape(pre, -1, post)
+            return [cut if ranks == 1 else cut.permute(*self._to_stack, ranks)]
+        grid = block.reshape(pre, rows, post)
         if rest == 0 and full == self.parts:
             cut = grid.unflatten(1, (*self.sizes, chunk))
             return [cut.permute(*(place + 1 for place in self._to_stack), 0, -2, -1)]

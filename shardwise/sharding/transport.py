@@ -154,14 +154,16 @@ class Gloo(_Grouped):
         """See `Transport.all_reduce`."""
         size = self._sizes[axis]
         flat = whole.view(-1)
-        if flat.nbytes <= _SMALL_BYTES or flat.numel() % size:
+        if flat.nbytes > _SMALL_BYTES:
+            body = flat[: flat.numel() // size * size]
+            mine = flat.new_empty(body.numel() // size)
+            self.reduce_scatter(mine, body, axis)
+            self.all_gather(body, mine, axis).wait()
+            flat = flat[body.numel() :]
+        if flat.numel():
             rows = flat.new_empty((size, flat.numel()))
             self.all_gather(rows, flat, axis).wait()
             _add_rows(flat, rows.unbind(0))
-            return
-        mine = flat.new_empty(flat.numel() // size)
-        self.reduce_scatter(mine, flat, axis)
-        self.all_gather(flat, mine, axis).wait()
 
 
 class Native(_Grouped):

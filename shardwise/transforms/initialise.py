@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.compat import copy_all
+from shardwise.sharding.errors import InitError, summarise
 from shardwise.sharding.layout import Layout, Regroup, make_layout
 from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.movement import Transport
 from shardwise.sharding.state import Flats
+from shardwise.sharding.units import ParamInfo
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,46 @@ def from_module(module: nn.Module) -> FromModule:
     """
     named = [*module.named_parameters(), *module.named_buffers()]
     return FromModule({name: value.detach() for name, value in named})
+
+
+def check_source(
+    source: FromModule, infos: Sequence[ParamInfo], buffers: Mapping[str, Tensor]
+) -> None:
+    """Check that a source has a value of the right shape for every parameter and buffer.
+
+    Raises:
+        InitError: it has not, by name.
+    """
+    needed = {info.path: info.shape for info in infos}
+    needed |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    faults = []
+    for name, shape in needed.items():
+        given = source.tensors.get(name)
+        if given is None or tuple(given.shape) != shape or given.is_meta:
+            got = "nothing" if given is None else f"{tuple(given.shape)} on {given.device.type}"
+            faults.append(f"{name}: needs shape {shape}; the module gives {got}")
+    if faults:
+        raise InitError(
+            f"from_module has no values for {len(faults)} of {len(needed)} tensors.",
+            facts=summarise(faults),
+            why="Initial values are taken by the path of parameters and buffers.",
+            fix="pass a module with the plan's parameters, off the meta device",
+            count=len(faults),
+        )
+
+
+def take_module(
+    source: FromModule,
+    infos: Sequence[ParamInfo],
+    shards: Shards,
+    transport: Transport,
+    device: torch.device,
+) -> None:
+    """Keep this rank's blocks of rank 0's parameters, one whole tensor at a time."""
+    for info in infos:
+        whole = source.tensors[info.path].to(device, copy=True)
+        transport.broadcast(whole)
+        shards.put(info.path, whole)
 
 
 class Shards:

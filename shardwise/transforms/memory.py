@@ -3,8 +3,10 @@
 [Note: the liveness walk]
 The walk follows the schedule and adds and subtracts what the engine takes and gives back: the
 compute buffer and gather stack of a unit at its entry, its whole gradients while its backward runs,
-the send stack while it reduces. Reduced gradients fill up as backward proceeds; they are listed as
-`grads` and are not part of the transient. Activations are the model's own and not counted.
+the send stack while it reduces, and the landed gradients that fill up as backward proceeds. The
+transient is the peak of all that less `grads`, where landed gradients are listed; it is below the
+largest sum of buffers whenever the peak comes before the last gradient has landed. Activations are
+the model's own and not counted.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.buckets import Bucket, Route
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.pytree import tree_leaves
@@ -79,14 +81,15 @@ def predict_memory(lowering: Lowering) -> Memory:
     opt_leaves = tree_leaves(lowering.optimizer.init(meta))
     opt_bytes = sum(leaf.nbytes for leaf in opt_leaves if isinstance(leaf, torch.Tensor))
     per_element = _state_bytes_per_element(opt_leaves, meta)
+    grads = sum(b.landing.nbytes for b in buckets if b.landing)
     return Memory(
         params=sum(b.params.nbytes for b in buckets),
         master=sum(b.opt.nbytes for b in buckets if b.opt and b.has_master),
         opt=opt_bytes,
-        grads=sum(b.landing.nbytes for b in buckets if b.landing),
+        grads=grads,
         buffers=_buffer_bytes(lowering),
         padding=sum(_padding(lowering, b, per_element) for b in buckets),
-        transient=max(_passes_peak(lowering), _update_peak(lowering)),
+        transient=max(_passes_peak(lowering) - grads, _update_peak(lowering)),
         activations=lowering.activation_bytes,
     )
 
@@ -137,14 +140,17 @@ def full_bytes(bucket: Bucket) -> int:
 
 
 def stack_bytes(bucket: Bucket) -> int:
-    """What a gather arrives in, and its source if that has to be cast first."""
+    """What a gather arrives in."""
+    return bucket.wire.nbytes * bucket.gather.parts if bucket.gather else 0
+
+
+def issue_bytes(bucket: Bucket) -> int:
+    """Beside the stack, only until a gather is in flight: a cast, and all but the last axis."""
     if bucket.gather is None:
         return 0
     cast = bucket.wire.nbytes if bucket.wire.dtype != bucket.params.dtype else 0
-    stack = bucket.wire.nbytes * bucket.gather.parts
-    axes = bucket.gather.outer_first
-    partial = stack // bucket.gather.stack[0] if len(axes) > 1 else 0
-    return stack + partial + cast
+    several = len(bucket.gather.outer_first) > 1
+    return cast + (stack_bytes(bucket) // bucket.gather.stack[0] if several else 0)
 
 
 def grad_bytes(bucket: Bucket) -> int:
@@ -154,14 +160,23 @@ def grad_bytes(bucket: Bucket) -> int:
     return sum(e.numel for e in bucket.compute.entries) * bucket.compute.dtype.itemsize
 
 
-def send_bytes(bucket: Bucket) -> int:
-    """The send stack of a reduce-scatter and the largest part in flight beside the result."""
+def landing_bytes(bucket: Bucket) -> int:
+    """Reduced gradients; 0 for a frozen bucket."""
+    return bucket.landing.nbytes if bucket.landing else 0
+
+
+def scatter_bytes(bucket: Bucket) -> int:
+    """A reduce-scatter at its peak: send stack, parts between axes, scratch, and the result."""
     if bucket.reduce is None or bucket.landing is None:
-        return 0
-    innermost, several = bucket.reduce.stack[0], len(bucket.reduce.outer_first) > 1
-    stack = bucket.landing.nbytes * bucket.reduce.parts
-    partial = stack // innermost if several else 0
-    return stack + partial + scratch_bytes(stack, innermost)
+        return landing_bytes(bucket)
+    held = whole = bucket.landing.nbytes * bucket.reduce.parts
+    peak = 0
+    for size in bucket.reduce.stack[:-1]:
+        scratch = scratch_bytes(whole, size)
+        whole //= size
+        held += whole
+        peak = max(peak, held + scratch)
+    return peak
 
 
 def _sum_bytes(bucket: Bucket, mesh: Mesh) -> int:
@@ -173,13 +188,15 @@ def _sum_bytes(bucket: Bucket, mesh: Mesh) -> int:
 
 
 def _passes_peak(lowering: Lowering) -> int:
-    """Peak of forward and backward."""
+    """Peak of forward and backward, landed gradients included."""
     level = _Level()
     buckets = lowering.buckets
     schedule = lowering.schedule
 
     def start(action: Action) -> None:
-        level.add(sum(stack_bytes(b) for b in buckets[action.event.unit]))
+        for bucket in buckets[action.event.unit]:
+            level.add(stack_bytes(bucket) + issue_bytes(bucket))
+            level.remove(issue_bytes(bucket))
 
     def fill(unit: str) -> None:
         for bucket in buckets[unit]:
@@ -199,6 +216,7 @@ def _passes_peak(lowering: Lowering) -> int:
             fill(action.event.unit)
         elif not stays(action.event.unit):
             empty(action.event.unit)
+    landed: set[str] = set()
     walk = Walk(schedule.backward, schedule.prefetch, start)
     for index, action in enumerate(schedule.backward):
         walk.meet(index)
@@ -210,26 +228,53 @@ def _passes_peak(lowering: Lowering) -> int:
         if action.event.grad or stays(unit):
             empty(unit)
         for bucket in buckets[unit]:
-            for nbytes in (send_bytes(bucket), _sum_bytes(bucket, lowering.plan.mesh)):
-                level.add(nbytes)
-                level.remove(nbytes)
+            level.add(scatter_bytes(bucket))
+            level.remove(scatter_bytes(bucket) - landing_bytes(bucket))
+            level.add(_sum_bytes(bucket, lowering.plan.mesh))
+            level.remove(_sum_bytes(bucket, lowering.plan.mesh))
+            if unit in landed:  # of an earlier call; the engine adds the two
+                level.remove(landing_bytes(bucket))
+        landed.add(unit)
         level.remove(sum(grad_bytes(b) for b in buckets[unit]))
     return level.peak
 
 
 def _update_peak(lowering: Lowering) -> int:
-    """Peak of the update: master slices that are not at rest, then one gather at a time."""
-    slices = gathers = 0
+    """Peak of the update.
+
+    Gradients and weights that are not in the `opt` home are brought there first and held until the
+    end; beside them there is one movement or one optimizer group at a time.
+    """
+    held = peak = 0
     for bucket in lowering.all_buckets:
         if bucket.name not in lowering.routes or bucket.opt is None:
             continue
-        grads, params, back = lowering.routes[bucket.name]
+        grads, params, _ = lowering.routes[bucket.name]
+        if grads.gather or grads.cut or grads.source.dtype != bucket.opt.dtype:
+            held += bucket.opt.nbytes
+            peak = max(peak, held + _route_bytes(grads))
         if params.cut and not bucket.has_master:
-            slices += bucket.opt.nbytes
-        if back.gather:
-            cast = back.source.nbytes if bucket.opt.dtype != bucket.params.dtype else 0
-            middle = back.middle.nbytes if back.cut else 0
-            gathers = max(gathers, back.source.nbytes * back.gather.parts + cast + middle)
-        if grads.gather:
-            gathers = max(gathers, grads.source.nbytes * grads.gather.parts + grads.target.nbytes)
-    return slices + gathers
+            held += bucket.opt.nbytes
+    for bucket in lowering.all_buckets:
+        if bucket.name in lowering.routes and bucket.opt is not None:
+            group = _group_bytes(bucket.opt) if "norm" in lowering.optimizer.needs else 0
+            back = _route_bytes(lowering.routes[bucket.name][2])
+            peak = max(peak, held + max(group, back))
+    return max(peak, held)
+
+
+def _group_bytes(group: Layout) -> int:
+    """One group scaled, or its float64 copy: on the CPU that is how torch takes a norm in it."""
+    copy = group.length * torch.float64.itemsize if group.dtype != torch.float64 else 0
+    return max(group.nbytes, copy)
+
+
+def _route_bytes(route: Route) -> int:
+    """What a movement takes beside its source and target."""
+    if route.gather is None:
+        return 0
+    middle = route.middle.nbytes if route.cut else 0
+    axes = route.gather.outer_first
+    stack = route.source.nbytes * route.gather.parts
+    partial = stack // route.gather.stack[0] if len(axes) > 1 else 0
+    return stack + partial + middle

@@ -124,7 +124,7 @@ class Walk:
         self._started = 0
 
     def find(self, kind: str, unit: str) -> int | None:
-        """Where the next such event is."""
+        """Where the next such event is; nearly always the very next one."""
         for index in range(self.position, len(self.actions)):
             event = self.actions[index].event
             if event.unit == unit and event.kind == kind:

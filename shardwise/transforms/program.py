@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any, TypeVar
@@ -63,14 +64,15 @@ class Program:
 
         Args:
             source: a seed, or `from_module(model)`.
-            seed: the same as `source`, by name.
+            seed: the same as `source`, by name; beside `from_module`, what dropout draws from.
             init: called for each module after its own `reset_parameters`, as `module.apply` would.
 
         Raises:
-            InitError: parameters or buffers that no init touched.
+            InitError: parameters or buffers that no init touched, or that the module lacks.
         """
-        source = source if seed is None else seed
-        return self._each(lambda rank: rank.init(source, init))
+        if init is not None and isinstance(source, FromModule):
+            warnings.warn("init= has no effect: from_module(model) has all values.", stacklevel=2)
+        return self._each(lambda rank, source: rank.init(source, seed, init), source)
 
     def step(self, state: State, batch: Any, *, donate: bool = True) -> tuple[State, Metrics]:
         """Gradients and update on this rank's part of the global batch.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.sharding.errors import BatchError, StateError
+from shardwise.sharding.errors import BatchError
 from shardwise.sharding.functional import make_template
 from shardwise.sharding.gradients import Grads
 from shardwise.sharding.movement import Mover, Transport, packed_sum
@@ -24,7 +24,7 @@ from shardwise.transforms.buffer_sync import (
     read_buffers,
 )
 from shardwise.transforms.checks import checked, refuse_reentrant
-from shardwise.transforms.initialise import FromModule, Shards
+from shardwise.transforms.initialise import FromModule, Shards, check_source, take_module
 from shardwise.transforms.loss import Loss, Mean, no_gradient, parse_loss
 from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
 from shardwise.transforms.metrics import Metrics
@@ -60,6 +60,7 @@ class RankProgram:
         self.mover = Mover(plan.mesh, rank, transport)
         self.template = make_template(lowering.module, plan.infos, device)
         self.buffer_sites = find_buffers(self.template.module)
+        self._buffers = read_buffers(self.buffer_sites)
         units = {
             unit.name: UnitRuntime(
                 unit.name,
@@ -79,19 +80,36 @@ class RankProgram:
 
     # -- init -------------------------------------------------------------------------------
 
-    def init(self, source: int | FromModule, init: InitModule | None) -> State:
-        """A fresh state from a seed or from a module's values."""
+    def init(
+        self, source: int | FromModule, seed: int | None = None, init: InitModule | None = None
+    ) -> State:
+        """A fresh state from a seed or from a module's values.
+
+        Raises:
+            InitError: some value is missing; every rank raises.
+            RankError: an init failed on another rank.
+        """
         plan = self.lowering.plan
         shards = Shards(self.lowering.all_buckets, plan.mesh, self.mover.coords, self.device)
-        seed, source = self._agree_source(source)
+        seed = self._agree_seed(seed if seed is not None else source)
+        bind_buffers(self.buffer_sites, self._buffers, tuple(self._buffers))
+        failure: Exception | None = None
+        try:
+            if isinstance(source, FromModule):
+                check_source(source, plan.infos, self._buffers)
+            else:
+                init_from_seed(self.template, shards, seed, device=self.device, init=init)
+        except Exception as error:
+            failure = error
+        self._raise_together(failure, "init")
+        buffers = read_buffers(self.buffer_sites)
         if isinstance(source, FromModule):
-            self._take_module(source, shards)
-        else:
-            init_from_seed(self.template, shards, seed, device=self.device, init=init)
-        buffers = {
-            name: buffer.detach().clone()
-            for name, buffer in read_buffers(self.buffer_sites).items()
-        }
+            take_module(source, plan.infos, shards, self.mover.transport, self.device)
+            buffers = {name: source.tensors[name].to(self.device) for name in buffers}
+        return self._first_state(shards, buffers, seed)
+
+    def _first_state(self, shards: Shards, buffers: dict[str, Tensor], seed: int) -> State:
+        buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         for buffer in buffers.values():
             self.mover.transport.broadcast(buffer)
         groups = {
@@ -111,32 +129,12 @@ class RankProgram:
             extra_value=None,
         )
 
-    def _agree_source(self, source: int | FromModule) -> tuple[int, int | FromModule]:
+    def _agree_seed(self, given: int | FromModule) -> int:
         """Rank 0's seed counts, so that replicas start equal whatever the ranks pass."""
-        seed = source if isinstance(source, int) else 0
+        seed = given if isinstance(given, int) else 0
         value = torch.tensor([seed], dtype=torch.int64, device=self.device)
         self.mover.transport.broadcast(value)
-        agreed = int(value.item())
-        return agreed, source if isinstance(source, FromModule) else agreed
-
-    def _take_module(self, source: FromModule, shards: Shards) -> None:
-        for info in self.lowering.plan.infos:
-            given = source.tensors.get(info.path)
-            if given is None or tuple(given.shape) != info.shape or given.is_meta:
-                got = "nothing" if given is None else f"{tuple(given.shape)} on {given.device.type}"
-                raise StateError(
-                    f"from_module has no values for {info.path!r}.",
-                    facts=[f"needs shape {info.shape}; the module gives {got}."],
-                    why="Initial values are taken by path.",
-                    fix="pass a module with the plan's parameters, off the meta device",
-                    path=info.path,
-                )
-            whole = given.to(self.device, copy=True)
-            self.mover.transport.broadcast(whole)
-            shards.put(info.path, whole)
-        for name, (table, key_) in self.buffer_sites.items():
-            if table[key_].is_meta:
-                table[key_] = source.tensors[name].to(self.device, copy=True)
+        return int(value.item())
 
     # -- step -------------------------------------------------------------------------------
 
@@ -279,10 +277,10 @@ class RankProgram:
             self._raise_together(failure or _other_metrics(told))
         self.lowering = replace(self.lowering, aux=known[0])
 
-    def _raise_together(self, failure: BaseException | None) -> None:
+    def _raise_together(self, failure: BaseException | None, doing: str = "the step") -> None:
         text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
         told = self.mover.transport.gather_objects(text)
-        raise_together(told, failure, "the step")
+        raise_together(told, failure, doing)
 
     def _metrics(self, values: Tensor, offset: int) -> Metrics:
         aux = {

@@ -48,22 +48,18 @@ class UnitRuntime:
     ) -> None:
         self.name = name
         self.stays = stays
-        ordered = sorted(buckets, key=lambda bucket: not bucket.trainable)
-        by_bucket = {bucket.name: BucketBuffers(bucket, mover, device) for bucket in buckets}
-        self.buffers = list(by_bucket.values())
-        self._ordered = [by_bucket[bucket.name] for bucket in ordered]
-        self.paths = [path for bucket in ordered for path in bucket.paths]
-        self.trainable = [path for bucket in ordered if bucket.trainable for path in bucket.paths]
+        self.buffers = [BucketBuffers(bucket, mover, device) for bucket in buckets]
+        self.paths = [path for bucket in buckets for path in bucket.paths]
+        self.trainable = [path for bucket in buckets if bucket.trainable for path in bucket.paths]
         self.moves = any(b.gather or b.reduce or b.sum_axes for b in buckets)
         self._binding = Binding(name, self.paths, template)
         self._leaves = [
             (buffers, _leaf(buffers.bucket, device))
-            for buffers in self._ordered
+            for buffers in self.buffers
             if buffers.bucket.trainable
         ]
         self.call: Call | None = None
         self.depth = 0
-        self._filled = False
 
     @property
     def is_bound(self) -> bool:
@@ -126,13 +122,13 @@ class UnitRuntime:
         """
         return [
             view.data
-            for buffers in self._ordered
+            for buffers in self.buffers
             if buffers.bucket.trainable
             for view in buffers.views
         ]
 
     def _frozen(self) -> Iterator[Tensor]:
-        for buffers in self._ordered:
+        for buffers in self.buffers:
             if not buffers.bucket.trainable:
                 yield from (view.data for view in buffers.views)
 
@@ -158,22 +154,14 @@ class UnitRuntime:
         self, grads: Sequence[Tensor | None], items: Sequence[Sequence[Collective]]
     ) -> list[Tensor]:
         """Land the gradients of all trainable buckets; missing ones count as zero."""
-        by_name = {}
+        landed = []
         position = 0
-        given: dict[str, Sequence[Tensor | None]] = {}
-        for buffers in self._ordered:
-            if buffers.bucket.trainable:
-                count = len(buffers.bucket.paths)
-                part = grads[position : position + count]
-                given[buffers.bucket.name] = part or [None] * count
-                position += count
-        for number, buffers in enumerate(self.buffers):
-            if buffers.bucket.trainable:
-                bucket_items = items[number] if items else ()
-                by_name[buffers.bucket.name] = buffers.reduce(
-                    given[buffers.bucket.name], bucket_items
-                )
-        return [by_name[buffers.bucket.name] for buffers, _ in self._leaves]
+        for number, (buffers, _) in enumerate(self._leaves):
+            count = len(buffers.bucket.paths)
+            part = grads[position : position + count] or [None] * count
+            landed.append(buffers.reduce(part, items[number] if items else ()))
+            position += count
+        return landed
 
 
 def _leaf(bucket: Bucket, device: torch.device) -> Tensor:

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.sharding.errors import (
     BatchError,
-    DonatedStateError,
     ImplicitCommError,
     InitError,
     LossError,
@@ -412,27 +411,3 @@ def test_an_exception_on_one_rank_only(job, place):
     for path, parameter in module.named_parameters():
         moved = before[path] - 0.1 * parameter.grad
         torch.testing.assert_close(sw.to_global(after.params)[path], moved)
-
-
-# -- states -----------------------------------------------------------------------------------
-
-
-def test_a_donated_state_names_the_step_and_the_call(job):
-    running = job(Model())
-    batch = running.program.shard_batch(rows())
-    state, _ = running.program.step(running.state, batch)
-    old = state
-    state, _ = running.program.step(state, batch)  # the call that the message names
-    for use in (
-        lambda: old.ranks[0].params,
-        lambda: old.ranks[0].opt,
-        lambda: old.ranks[1].step,
-        lambda: running.program.step(old, batch),
-        lambda: running.program.grads(old, batch),
-        lambda: running.program.eval(old, batch),
-    ):
-        with pytest.raises(DonatedStateError) as caught:
-            use()
-        site = "in test_a_donated_state_names_the_step_and_the_call"
-        check(caught.value, DonatedStateError, "step 1 at test_errors.py:", site, "donate=False")
-    running.program.step(state, batch)
