@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardwise._rank import Report, run_rank
-from shardwise.sharding.errors import LaunchError, RankError
+from shardwise.sharding.errors import LaunchError, RankError, strict_keywords
 from shardwise.sharding.job import Job, join_job
 
 __all__ = ["Job", "join_job", "spawn"]
@@ -59,6 +59,7 @@ class _Rank:
         return self.link, self.process.sentinel
 
 
+@strict_keywords
 def spawn(
     main: Callable[..., R],
     ranks: int,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -24,7 +24,7 @@ class Advance(Protocol):
 
 
 @contextmanager
-def progress(console: Console, *, steps: int, predicted_bytes: int) -> Iterator[Advance]:
+def progress(console: Console, *, steps: int, predicted_bytes: int) -> Generator[Advance]:
     """A live bar on a terminal, a line every 20 steps elsewhere."""
     columns = (
         MofNCompleteColumn(),

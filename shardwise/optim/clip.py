@@ -10,6 +10,7 @@ from torch import Tensor
 from shardwise.optim.base import EmptyState, GradientTransform, Tensors, from_factor
 from shardwise.optim.checks import check_positive
 from shardwise.optim.flat import squared_norm
+from shardwise.sharding.errors import strict_keywords
 
 _NORM_FLOOR = 1e-6  # as torch.nn.utils.clip_grad_norm_, so that both clip alike
 
@@ -28,6 +29,7 @@ def global_norm(grads: Tensors) -> Tensor:
     return torch.stack(squares).sum().sqrt()
 
 
+@strict_keywords
 def clip_by_global_norm(max_norm: float) -> GradientTransform:
     """Multiply all gradients by `min(1, max_norm / (norm + 1e-6))`.
 

@@ -258,11 +258,28 @@ def plan(
     >>> print(plan(nn.Linear(4, 2), Mesh(fsdp=2)).params["weight"])
     d0 d1
     """
+    _check_arguments(model, mesh, units)
     infos = name_axes(param_infos(model), axes or {})
     result = Plan(Base(mesh, infos, find_units(model, infos, units), rules), module=model)
     for transform in transforms:
         result = apply_transform(transform, result)
     return result
+
+
+def _check_arguments(model: Any, mesh: Any, units: Any) -> None:
+    expected: dict[str, tuple[Any, Any, str]] = {
+        "model": (model, nn.Module, "a torch.nn.Module"),
+        "mesh": (mesh, Mesh, "a Mesh, such as sw.Mesh(fsdp=2)"),
+        "units": (units, (list, tuple, type(None)), "a list of patterns, such as ['layers.*']"),
+    }
+    for name, (value, kind, words) in expected.items():
+        if not isinstance(value, kind):
+            raise PlanError(
+                f"plan(...) was given an object of type {type(value).__name__} as its {name}.",
+                why=f"The {name} of a plan is {words}.",
+                fix="plan(model, mesh, *transforms, rules=..., axes=..., units=[...])",
+                argument=name,
+            )
 
 
 def apply_transform(transform: Transform, before: Plan) -> Plan:

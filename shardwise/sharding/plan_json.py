@@ -91,7 +91,8 @@ def _record(value: Any) -> dict[str, Any]:
 
 def _info(record: Any) -> ParamInfo:
     known = _read(record, "parameter", {field.name for field in fields(ParamInfo)})
-    return ParamInfo(**{**_tuples(known), "axes": Axes.parse(known["axes"])})
+    values: dict[str, Any] = {**_tuples(known), "axes": Axes.parse(known["axes"])}
+    return ParamInfo(**values)
 
 
 def _edit(record: Any) -> tuple[Edit, str]:

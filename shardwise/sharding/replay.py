@@ -31,7 +31,6 @@ from shardwise.sharding.units import ParamInfo, Unit
 
 _PREFETCH_UNITS = 0
 _PRECISION = Precision()
-_PRECISION = Precision()
 
 
 @dataclass(slots=True)

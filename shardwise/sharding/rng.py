@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -20,7 +20,7 @@ def key(*parts: int | str) -> int:
 
 
 @contextmanager
-def keyed(seed: int, device: torch.device) -> Iterator[None]:
+def keyed(seed: int, device: torch.device) -> Generator[None]:
     """Run the block with the default generators seeded; the caller's streams are untouched."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):

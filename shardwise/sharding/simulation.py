@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -265,7 +265,7 @@ _CURRENT: contextvars.ContextVar[World | None] = contextvars.ContextVar("simulat
 
 
 @contextmanager
-def simulate(mesh: Mesh) -> Iterator[World]:
+def simulate(mesh: Mesh) -> Generator[World]:
     """Run all ranks of `mesh` in this process; `bind` inside the block uses them.
 
     Values that differ by rank come back as `Lifted`; read them with `to_global`. Costs the work of

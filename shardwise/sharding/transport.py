@@ -183,8 +183,9 @@ class Native(_Grouped):
 
 
 # torch 2.13 renamed these two and warns about the older names; 2.11 has only the older ones.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_names = vars(dist)
+_gather: Any = _names.get("all_gather_single") or _names["all_gather_into_tensor"]
+_scatter: Any = _names.get("reduce_scatter_single") or _names["reduce_scatter_tensor"]
 
 
 def _add_rows(out: Tensor, rows: Sequence[Tensor]) -> None:

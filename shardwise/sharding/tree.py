@@ -128,7 +128,7 @@ def as_patterns(where: Where, paths: Iterable[str]) -> tuple[str, ...]:
         if not found:
             raise nothing_left(getattr(where, "__name__", "predicate"), tuple(paths))
         return found
-    clause = (where,) if isinstance(where, str) else tuple(where)
+    clause = tuple(where) if isinstance(where, tuple | list) else (where,)
     if not clause:
         raise PatternError(
             "an empty tuple of patterns selects nothing.",
@@ -143,7 +143,7 @@ def as_patterns(where: Where, paths: Iterable[str]) -> tuple[str, ...]:
                 fix="write where=predicate, or where=('layers.*', '~bias')",
             )
         _compile(pattern)
-    return clause
+    return tuple(str(pattern) for pattern in clause)
 
 
 def selects(clause: Sequence[str], names: Sequence[str]) -> bool:

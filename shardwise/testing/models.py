@@ -60,7 +60,7 @@ class Toy:
         generator = torch.Generator().manual_seed(seed)
         if not self.vocab:
             shape = (rows, self.width + 1)
-            values = torch.randn(shape, generator=generator, dtype=torch.float64)
+            values = torch.randn(shape, generator=generator)
             return {"inputs": values[:, :-1], "labels": values[:, -1]}
         tokens = torch.randint(self.vocab, (rows, 4), generator=generator)
         labels = tokens.roll(1, dims=1)

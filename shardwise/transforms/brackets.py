@@ -95,6 +95,6 @@ class Join(torch.autograd.Function):
         return loss.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """All of it to the loss."""
-        return (grad, *([None] * ctx.num_tokens))
+        return (*grads, *([None] * ctx.num_tokens))

@@ -1,8 +1,8 @@
 """Buffers: bound for a pass, read back after it, and averaged over the batch axes if written.
 
 Float buffers (running statistics) become their mean over the ranks, integer buffers (counters)
-their maximum; both travel as float64 in one packed gather per axis. What is equal on all ranks stays
-as it is, bit for bit.
+their maximum; both travel as float64 in one packed gather per axis. What is equal on all ranks
+stays as it is, bit for bit.
 """
 
 from __future__ import annotations

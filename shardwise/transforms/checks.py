@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,7 +117,7 @@ def _reentrant() -> UnitError:
 
 
 @contextmanager
-def checked(units: Mapping[str, UnitRuntime], mover: Mover, *, enabled: bool) -> Iterator[None]:
+def checked(units: Mapping[str, UnitRuntime], mover: Mover, *, enabled: bool) -> Generator[None]:
     """Run a forward and a backward pass with both checks, if enabled."""
     if not enabled:
         yield

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.optim.base import GradientTransform
 from shardwise.sharding.buckets import make_buckets
-from shardwise.sharding.errors import LowerError
+from shardwise.sharding.errors import LowerError, strict_keywords
 from shardwise.sharding.functional import make_template
 from shardwise.sharding.movement import payload_bytes
 from shardwise.sharding.plan import Plan
@@ -70,6 +70,7 @@ class Lowered(Lowering):
         return bind(self, device=device)
 
 
+@strict_keywords
 def lower(
     plan: Plan,
     loss_fn: LossFunction,

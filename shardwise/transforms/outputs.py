@@ -86,8 +86,8 @@ def _rebuild(leaf: Any, new: Any) -> Any:
     if parts is None:
         return leaf
     rebuilt = copy.copy(leaf)
-    for name, value in parts.items():
-        value = tree_map(lambda part: _rebuild(part, new), value)
+    for name, part in parts.items():
+        value = tree_map(lambda leaf: _rebuild(leaf, new), part)
         if isinstance(leaf, dict):
             dict.__setitem__(rebuilt, name, value)
         if _is_record(leaf):

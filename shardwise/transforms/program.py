@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import PurePath
 from typing import Any, TypeVar
 
 import torch
@@ -14,12 +12,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.sharding.compat import device_mesh_without_backend
-from shardwise.sharding.errors import BatchError, MeshError
+from shardwise.sharding.errors import BatchError, MeshError, strict_keywords
 from shardwise.sharding.gradients import Grads
 from shardwise.sharding.job import join_job
 from shardwise.sharding.lifted import Lifted
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.movement import Alone, Collective
+from shardwise.sharding.plan import call_site
 from shardwise.sharding.pytree import tree_leaves, tree_map
 from shardwise.sharding.simulation import Simulated, World, current_world
 from shardwise.sharding.state import State
@@ -53,6 +52,7 @@ class Program:
         """What the last call ran on this rank (rank 0 of a simulation), as recorded."""
         return tuple(self._ranks[0].mover.executed)
 
+    @strict_keywords
     def init(
         self,
         source: int | FromModule = 0,
@@ -71,9 +71,10 @@ class Program:
             InitError: parameters or buffers that no init touched, or that the module lacks.
         """
         if init is not None and isinstance(source, FromModule):
-            warnings.warn("init= has no effect: from_module(model) has all values.", stacklevel=2)
+            warnings.warn("init= has no effect: from_module(model) has all values.", stacklevel=3)
         return self._each(lambda rank, source: rank.init(source, seed, init), source)
 
+    @strict_keywords
     def step(self, state: State, batch: Any, *, donate: bool = True) -> tuple[State, Metrics]:
         """Gradients and update on this rank's part of the global batch.
 
@@ -86,7 +87,7 @@ class Program:
             DonatedStateError: the state was consumed before.
             RankError: a rank has failed; the state is unchanged and still usable.
         """
-        site = _call_site()
+        site = call_site()
 
         def run(rank: RankProgram, state: State, batch: Any) -> tuple[State, Metrics]:
             given = state if donate else state.clone()
@@ -103,9 +104,10 @@ class Program:
         grads, metrics = _unzip(self._each(lambda r, s, b: r.grads(s, b), state, batch))
         return grads, _same(metrics)
 
+    @strict_keywords
     def update(self, state: State, grads: Grads, *, donate: bool = True) -> State:
         """One optimizer step with the given gradients."""
-        site = _call_site()
+        site = call_site()
 
         def run(rank: RankProgram, state: State, grads: Grads) -> State:
             given = state if donate else state.clone()
@@ -149,11 +151,6 @@ def _unzip(pair: Any) -> tuple[Any, Any]:
 
 def _same(metrics: Any) -> Metrics:
     return metrics.ranks[0] if isinstance(metrics, Lifted) else metrics
-
-
-def _call_site() -> str:
-    frame = sys._getframe(2)
-    return f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def _part(batch: Any, lowering: Lowering, coords: dict[str, int]) -> Any:

@@ -59,7 +59,7 @@ class Engine:
         leaves = [(b, leaf) for unit in self.units.values() for b, leaf in unit.leaves()]
         wanted = [leaf for _, leaf in leaves]
         self._tokens = []
-        grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
+        grads: Any = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
         self._pass_until(len(self._walk.actions))
         landed: dict[str, Tensor] = {}
         for (buffers, leaf), grad in zip(leaves, grads, strict=True):
@@ -104,12 +104,13 @@ class Engine:
             unit.depth += 1
             return None
         index = self._turn("enter", unit)
+        action = None
         if index is not None:
             self._pass_until(index)
             action = self._walk.meet(index)
         unit.finish()
         unit.depth = 1
-        return self._open(unit, action if index is not None else None, inputs)
+        return self._open(unit, action, inputs)
 
     def _open(self, unit: UnitRuntime, action: Action | None, inputs: Any) -> Any:
         call = Call(unit, unit.aliases())

@@ -180,6 +180,8 @@ def _set_homes(
     axes: dict[str, Axis], *, by: str, on: str | int, where: Where, pad: bool
 ) -> Transform:
     site = call_site()
+    for axis in axes.values():
+        _check_axis(by, axis)
     if pad and on == "auto" and any(axes.values()):
         warnings.warn(
             f"{by}: pad=True has no effect, on='auto' cuts unevenly by itself.", stacklevel=4
@@ -193,6 +195,18 @@ def _set_homes(
         )
 
     return named(apply, by)
+
+
+def _check_axis(by: str, axis: Axis) -> None:
+    names = axis if isinstance(axis, tuple | list) else (axis or "",)
+    odd = next((name for name in names if not isinstance(name, str)), None)
+    if odd is not None:
+        raise PlanError(
+            f"{by} names {odd!r} ({type(odd).__name__}) as a mesh axis.",
+            why="Axes are named: 'fsdp', or ('dp', 'fsdp') major to minor.",
+            fix="write the name of the axis; sizes stand in the Mesh",
+            axis=odd,
+        )
 
 
 def _home_edit(home: str, axis: Axis, where: Clauses, by: str, cut: tuple[str | int, bool]) -> Edit:
