@@ -71,6 +71,13 @@ class World:
             SimulationError: ranks wait for each other for ever.
             BaseException: whatever the first rank to fail raised.
         """
+        if any(not rank.finished for rank in self._ranks):
+            raise SimulationError(
+                "A simulated program was called while another call on the same ranks is running.",
+                where="a program used inside loss_fn, or by two threads",
+                why="All ranks take part in a call; inside one they are busy.",
+                fix="call the other program before, and pass its result in the batch",
+            )
         self._ranks = [_Rank(rng=rng) for rng in self._rng]
         self._failed = None
         self._over.clear()

@@ -60,6 +60,31 @@ class Home:
             local = local.narrow(entry.dim, 0, stop - start)
         return as_dtensor(local, spec, self.mesh, entry.shape, self.device_mesh)
 
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What two programs must have in common to exchange flat buckets."""
+        layouts = [(b.name, b.params, b.landing, b.opt, b.has_master) for b in self.buckets]
+        return (self.mesh, self.rank, *layouts)
+
+    def check(self, other: Home, what: str) -> None:
+        """Refuse buckets of another program, whose bytes would be read as other parameters.
+
+        Raises:
+            StateError: the layouts differ.
+        """
+        if other is self or other.form == self.form:
+            return
+        raise StateError(
+            f"This {what} belongs to another program: its buckets are laid out differently.",
+            where=f"the {what} that was passed in",
+            facts=[
+                f"has {other.mesh!r}, rank {other.rank}, {len(other.buckets)} buckets",
+                f"needs {self.mesh!r}, rank {self.rank}, {len(self.buckets)} buckets",
+            ],
+            why="A program reads flat buckets; another plan puts other elements in their places.",
+            fix="use what this program's init, step or grads returned",
+        )
+
 
 class Leaves(Mapping[str, DTensor]):
     """Named DTensor leaves over flat buckets, made on demand; nothing is copied."""

@@ -95,8 +95,8 @@ class Judge:
             where=path,
             facts=[*shown, repr(self.plan), *str(self.plan).splitlines()],
             why=_LAWS[law],
-            fix="a model with batch statistics or dropout is outside of law 1; otherwise report "
-            "this plan: it is a fault of shardwise",
+            fix="batch statistics and dropout are outside of this law, and Adam needs eps=1e-4 if "
+            "a gradient is mathematically zero; otherwise report this plan: a fault of shardwise",
             law=law,
             step=step,
             path=path,

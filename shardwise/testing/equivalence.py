@@ -49,7 +49,9 @@ def assert_equivalent(
         loss_fn: as for `lower`.
         batches: global batches.
         plan: made for this model.
-        optimizer: any gradient transform.
+        optimizer: any gradient transform. Adam turns the rounding of a gradient that is
+            mathematically zero into a change of `lr * noise / eps`: for models that have such
+            parameters (a key's bias) take `eps=1e-4` in the test.
         mesh: run the plan's edits on another, smaller mesh with the same axes.
         dtype: in which both sides compute.
         seed: of the initial weights; None: start from the values the model has.
@@ -135,7 +137,6 @@ def assert_bitwise(
         run = Run(case, judge, params)
         for theirs in steps:
             run.step(theirs)
-            run.check_single_entries()
 
 
 def _compare_runs(case: Case, judge: Judge) -> None:
@@ -205,6 +206,8 @@ class Run:
         batch = program.shard_batch(self._case.batches[number])
         grads, seen = program.grads(self.state, batch)
         self._check_collectives(program.lowered.grads_items)
+        if judge.relative == 0.0:
+            self._check_single_entries()
         judge.same_tensors("losses", {"loss": seen.loss}, {"loss": theirs.loss}, step=number)
         judge.same_tensors("metrics", seen.aux, theirs.aux, step=number)
         used = to_global(grads.used)
@@ -217,12 +220,12 @@ class Run:
             raise judge.broken(1, "the loss of step differs from that of grads,", "", step=number)
         self._number += 1
 
-    def check_single_entries(self) -> None:
+    def _check_single_entries(self) -> None:
         """Refuse models for which bits are not promised."""
         entries = Counter(e.unit for e in self.program.lowered.events if e.kind == "enter")
         repeated = [unit for unit, count in entries.items() if count > 1]
         if repeated:
-            raise _no_bits(f"Unit {repeated[0]!r} runs several times in one forward pass.")
+            raise _no_bits(f"Unit {repeated[0]!r} is gathered several times in one forward pass.")
 
     def _check_collectives(self, predicted: Any) -> None:
         ran = self.program.last_collectives

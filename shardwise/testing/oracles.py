@@ -7,8 +7,8 @@ axes, each time from the innermost axis of the mesh to the outermost, and along 
 order. Addition of floating point
 numbers depends on nothing but that order, and the optimizers' bits do not depend on how a group is
 cut, so on the CPU a program and its split reference agree bit for bit. Exceptions: optimizers that
-read the norm of all gradients, and units that run several times in one forward pass (a program
-reduces each run by itself).
+read the norm of all gradients, and units that are gathered several times in one forward pass (a
+program reduces what each of these calls finds by itself).
 """
 
 from __future__ import annotations

@@ -81,6 +81,33 @@ def needs_grad(unit: str) -> OrderError:
     )
 
 
+def written_in_place(path: str, unit: str) -> UnitError:
+    """A forward pass that changes a parameter by itself."""
+    return UnitError(
+        f"The forward of unit {unit or '(root)'!r} writes its parameter {path!r} in place.",
+        where=f"parameter {path}",
+        why="A forward sees a gathered copy: on some plans the change would be lost, on others the "
+        "replicas would drift apart.",
+        fix="change parameters through the optimizer, compute with a changed copy, or make it a "
+        "buffer (an Embedding: max_norm=None)",
+        path=path,
+        unit=unit,
+    )
+
+
+def inner_backward(unit: str) -> UnitError:
+    """A backward pass that loss_fn runs by itself and that reaches into a unit."""
+    return UnitError(
+        f"A backward pass inside loss_fn reached unit {unit or '(root)'!r}.",
+        where="loss_fn: .backward() or torch.autograd.grad",
+        why="The step runs backward, once, on what loss_fn returns. Inside loss_fn only gradients "
+        "with respect to activations work, through units that stay gathered.",
+        fix="return the loss without .backward(); for a gradient penalty on inputs use "
+        "sw.keep_gathered()",
+        unit=unit,
+    )
+
+
 def left_out(unit: str) -> OrderError:
     """Backward has passed a unit without its gradients."""
     return OrderError(

@@ -137,10 +137,15 @@ class Walk:
         self.position = index + 1
         if action.kind == "gather":
             self._met += 1
-            while self._started < min(self._met + self._prefetch, len(self._gathers)):
-                self._start(self._gathers[self._started])
-                self._started += 1
+            self.catch_up()
         return action
+
+    def catch_up(self) -> None:
+        """Issue the gathers that are due; one whose start has failed is issued again."""
+        due = self._met + self._prefetch if self._met else 0
+        while self._started < min(due, len(self._gathers)):
+            self._start(self._gathers[self._started])
+            self._started += 1
 
 
 def issue_order(actions: Sequence[Action], prefetch: int) -> tuple[Collective, ...]:

@@ -140,6 +140,7 @@ class RankProgram:
 
     def grads(self, state: State, batch: Any) -> tuple[Grads, Metrics]:
         """Normalised gradients, the buffers after forward, and metrics."""
+        self.home.check(state.home, "state")
         state = adopt(state)
         self._settle(batch)
         self.mover.begin(self.lowering.pass_items)
@@ -184,7 +185,9 @@ class RankProgram:
 
     def update(self, state: State, grads: Grads) -> tuple[State, Tensor | None]:
         """One optimizer step in place; the state and the gradient norm if it was needed."""
+        self.home.check(state.home, "state")
         state = adopt(state)
+        self.home.check(grads.home, "set of gradients")
         grads = grads.adopted()
         self.mover.begin(self.lowering.update_items)
         opt_flats, norm = run_update(self.mover, self.lowering, state, grads)
@@ -208,6 +211,7 @@ class RankProgram:
 
     def evaluate(self, state: State, batch: Any) -> Metrics:
         """The loss without gradients, in eval mode."""
+        self.home.check(state.home, "state")
         state = adopt(state)
         self._settle(batch)
         self.mover.begin(self.lowering.schedule.forward_items)
@@ -229,11 +233,17 @@ class RankProgram:
         """Once: agree with the other ranks, and lower in the order that a trace has shown."""
         if self._settled:
             return
+        # A trace runs the user's code on fake tensors, and modules cache what they compute: the
+        # template that it runs on is thrown away.
+        plan = self.lowering.plan
+        template = make_template(self.lowering.module, plan.infos, self.device)
+        sites = find_buffers(template.module)
+        bind_buffers(sites, read_buffers(self.buffer_sites), ())
         self.lowering = settle(
             self.lowering,
-            self.stage,
+            Stage(template, plan.units, self.engine),
             batch,
-            sites=self.buffer_sites,
+            sites=sites,
             transport=self.mover.transport,
             device=self.device,
         )
@@ -253,6 +263,8 @@ class RankProgram:
         """
         if self.lowering.aux is None:
             self._learn_aux(loss, failure)
+        elif loss and tuple(loss.aux) != self.lowering.aux:
+            loss, failure = None, changed_metrics(tuple(loss.aux), self.lowering.aux)
         used = self.engine.used
         plain = [0.0 if loss else 1.0, *(float(path in used) for path in flags)]
         means = [Mean(loss.total, loss.count), *loss.aux.values()] if loss else []
@@ -326,6 +338,17 @@ def _nothing_to_average() -> BatchError:
         why="The loss is a sum over elements divided by their number.",
         fix="give some rank an element that counts",
         count=0,
+    )
+
+
+def changed_metrics(given: tuple[str, ...], known: tuple[str, ...]) -> BatchError:
+    """The error for metrics under other names than in the first step."""
+    return BatchError(
+        "The loss function returned other auxiliary metrics than in the first step.",
+        where="loss_fn(model, batch)",
+        facts=[f"now: {', '.join(given) or 'none'}", f"then: {', '.join(known) or 'none'}"],
+        why="Metrics travel in one packed reduction whose slots are fixed by the first step.",
+        fix="return every metric in every step and in eval, with count 0 where there is nothing",
     )
 
 

@@ -36,6 +36,8 @@ class Engine:
 
     def begin(self, flats: dict[str, Tensor], phase: str) -> None:
         """Enter the root; `phase` is `train` or `eval`."""
+        if self.phase != "idle":  # an interrupt (not an Exception) ended the pass before
+            self._close_all()
         for unit in self.units.values():
             unit.load(flats)
         self.phase = phase
@@ -73,6 +75,8 @@ class Engine:
         Other ranks are in the middle of the same list of collectives; they must not be left alone.
         """
         self._tokens = []
+        if self.phase != "idle":
+            self._walk.catch_up()  # a gather whose start has failed
         if self.phase in ("train", "eval"):
             self._pass_until(len(self._walk.actions), silent=True)
             if self.phase == "train":
@@ -170,15 +174,16 @@ class Engine:
 
     def _leave(self, call: Call, tensors: list[Tensor]) -> Sequence[Tensor]:
         pointers = call.unit.storage_pointers
-        tensors = [
-            t.clone() if t.numel() and t.untyped_storage().data_ptr() in pointers else t
+        # By identity: what was one tensor stays one, so in-place use of it keeps its meaning.
+        left = {
+            id(t): t.clone() if t.numel() and t.untyped_storage().data_ptr() in pointers else t
             for t in tensors
-        ]
-        wanted = [t for t in tensors if t.requires_grad]
-        if not wanted:
-            return tensors
-        new = iter(Leave.apply(call, self, *wanted))
-        return [next(new) if t.requires_grad else t for t in tensors]
+        }
+        wanted = [key for key, t in left.items() if t.requires_grad]
+        if wanted:
+            new = Leave.apply(call, self, *(left[key] for key in wanted))
+            left.update(zip(wanted, new, strict=True))
+        return [left[id(t)] for t in tensors]
 
     def resolve(self, path: str, name: str, /) -> Tensor:
         """A value for a placeholder that is read: children of the root are entered by a read."""
@@ -195,6 +200,8 @@ class Engine:
     def on_leave_backward(self, call: Call) -> None:
         """Refill a unit that was emptied, and bind it for a recomputation inside."""
         unit = call.unit
+        if self.phase != "backward":
+            raise faults.inner_backward(unit.name)
         index = self._turn("leave", unit)
         if index is not None:
             self._pass_until(index)
@@ -205,16 +212,22 @@ class Engine:
     def on_enter_backward(self, call: Call, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """Unbind, empty, reduce; the landed gradients in the order of the unit's leaves."""
         unit = call.unit
+        if self.phase != "backward":
+            raise faults.inner_backward(unit.name)
         index = self._turn("enter", unit)
         items: Sequence[Any] = ()
         if index is not None:
             self._pass_until(index)
-            items = self._walk.meet(index).items
+            items = self._walk.actions[index].items
         unit.unbind()
         unit.empty()
         call.parameters = []
         self.used.update(p for p, g in zip(unit.trainable, grads, strict=False) if g is not None)
-        return unit.reduce(grads, items)
+        grads = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
+        landed = unit.reduce(grads, items)
+        if index is not None:  # only now: after a failure above, `abort` still owes this reduction
+            self._walk.meet(index)
+        return landed
 
     def _enter_recompute(self, unit: UnitRuntime) -> None:
         if unit.is_bound:

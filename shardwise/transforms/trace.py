@@ -20,7 +20,7 @@ from shardwise.sharding.errors import ShardwiseError
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.pytree import tree_leaves, tree_map
 from shardwise.transforms.binding import Binding, Stage
-from shardwise.transforms.faults import read_outside
+from shardwise.transforms.faults import read_outside, written_in_place
 from shardwise.transforms.loss import parse_loss
 from shardwise.transforms.order import Event
 from shardwise.transforms.outputs import replace_tensors
@@ -128,6 +128,13 @@ class Tracer:
         """All fake parameters."""
         return [value for values in self._values.values() for value in values]
 
+    def refuse_writes(self, storages: set[int]) -> None:
+        """Raise if the forward pass has written parameters, given the storages it has written."""
+        for unit, values in self._values.items():
+            for path, value in zip(self._bindings[unit].paths, values, strict=True):
+                if _storage(value) in storages:
+                    raise written_in_place(path, unit)
+
     def close(self) -> None:
         """Put all placeholders back."""
         for binding in self._bindings.values():
@@ -179,6 +186,7 @@ def trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tracer = Tracer(plan, stage, mode, device, staying)
     guide, stage.guide = stage.guide, tracer
+    stage.set_training(True)  # steps train, whatever mode the module was handed in
     held = {name: table[key] for name, (table, key) in buffers.items()}
     fakes = {name: mode.from_tensor(value) for name, value in held.items()}
     storages = {name: _storage(fake) for name, fake in fakes.items()}
@@ -197,6 +205,7 @@ def trace(
             tracer.enter("")
             aux = tuple(parse_loss(loss_fn(stage.template.module, inputs), inputs).aux)
         activation_bytes = saved.nbytes
+        tracer.refuse_writes(writes.storages)
     except ShardwiseError:
         raise
     except Exception as error:

@@ -1,4 +1,4 @@
-"""MEM-2 (and the bytes of UNU-2): nothing stays gathered, whatever a call was and however it ended."""
+"""MEM-2 (and the bytes of UNU-2): nothing stays gathered, whatever a call was or how it ended."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class Model(nn.Module):
                 continue
             if mode == "fail" and index == 2:
                 raise ValueError("in the middle of forward")
-            with torch.set_grad_enabled(torch.is_grad_enabled() and (mode != "teacher" or index > 1)):
+            with torch.set_grad_enabled(
+                torch.is_grad_enabled() and (mode != "teacher" or index > 1)
+            ):
                 x = torch.tanh(layer(x))
         return self.head(x)
 
@@ -52,13 +54,13 @@ def batch(mode: str) -> dict[str, Any]:
     return {"x": torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)), "mode": mode}
 
 
-def settled_bytes(at_most: int) -> int:
-    """`live_bytes` once gloo's own thread has let go of the last message; it may take a moment."""
-    for _ in range(50):
-        if live_bytes() <= at_most:
-            break
-        time.sleep(0.01)
-    return live_bytes()
+def settled_bytes() -> int:
+    """`live_bytes` once gloo's own thread has let go of the last messages; it may take a moment."""
+    levels = []
+    for _ in range(6):
+        time.sleep(0.02)
+        levels.append(live_bytes())
+    return min(levels)
 
 
 def live_bytes() -> int:
@@ -111,11 +113,11 @@ def kept_by_calls(level: int, extra: str) -> dict[str, int]:
     }
     leaked: list[Tensor] = []
     step("plain")  # what is made once is made now
-    before = min(live_bytes() for _ in range(3))
+    before = settled_bytes()
     kept = {}
     for name, call in calls.items():
         call()
-        kept[name] = settled_bytes(before + SMALL_BYTES) - before
+        kept[name] = settled_bytes() - before
     assert rest_bytes(states[0]) == rest
     assert rest < live_bytes() < 4 * rest + SMALL_BYTES, "the ledger does not see the state"
     return kept
@@ -124,7 +126,7 @@ def kept_by_calls(level: int, extra: str) -> dict[str, int]:
 @pytest.mark.parametrize(("level", "extra"), [(3, ""), (3, "prefetch"), (3, "keep"), (1, "")])
 def test_mem_2_every_call_gives_back_what_it_gathered(level, extra):
     for kept in sw.spawn(kept_by_calls, ranks=2, args=(level, extra), timeout=30):
-        assert kept.pop("a leak") == UNIT_BYTES
+        assert abs(kept.pop("a leak") - UNIT_BYTES) < SMALL_BYTES
         assert len(kept) == 7
         assert {name: nbytes for name, nbytes in kept.items() if nbytes > SMALL_BYTES} == {}
 

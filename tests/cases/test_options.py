@@ -1,4 +1,4 @@
-"""CFG-2 and CFG-3: degrees that do not fit, misspelt options, wrong types, options without effect."""
+"""CFG-2 and CFG-3: degrees that do not fit, options that are misspelt or have no effect."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ pytestmark = pytest.mark.abstract
 # -- CFG-2 ------------------------------------------------------------------------------------
 
 
+ONES = dict.fromkeys(("dp", "tp", "pp", "cp", "ep"), 1)
 GOOD = [
     ({"dp": 8}, 8, {"dp": 8}),
     ({"dp": 2, "tp": 4}, 8, {"dp": 2, "tp": 4}),
     ({"dp": -1, "tp": 4}, 8, {"dp": 2, "tp": 4}),
     ({"pp": 2, "dp": -1, "cp": 2, "tp": 2}, 16, {"pp": 2, "dp": 2, "cp": 2, "tp": 2}),
     ({"dp": -1, "ep": 8}, 8, {"dp": 1, "ep": 8}),
-    ({"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1}, 1, dict.fromkeys("dp tp pp cp ep".split(), 1)),
+    (
+        {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1},
+        1,
+        dict.fromkeys(["dp", "tp", "pp", "cp", "ep"], 1),
+    ),
 ]
 BAD = [
     ({"dp": 3, "tp": 4}, 8, ["dp=3", "tp=4", "12", "8"]),
@@ -124,8 +129,9 @@ def test_cfg_3_a_misspelt_option_names_the_nearest(name):
     [("init", "sed", "seed"), ("step", "donat", "donate"), ("update", "donte", "donate")],
 )
 def test_cfg_3_a_misspelt_option_of_a_program(call, wrong, right):
-    with pytest.raises(TypeError, match=f"has no argument {wrong!r}; did you mean {right!r}"):
+    with pytest.raises(TypeError) as caught:
         getattr(program(), call)(**{wrong: 1})
+    assert str(caught.value) == f"{call}() has no argument {wrong!r}; did you mean {right!r}?"
 
 
 NESTED: dict[str, tuple[Callable[[], Any], list[str]]] = {
@@ -155,7 +161,7 @@ NESTED: dict[str, tuple[Callable[[], Any], list[str]]] = {
 @pytest.mark.parametrize("name", NESTED)
 def test_cfg_3_a_misspelt_name_inside_an_option(name):
     call, texts = NESTED[name]
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match=r".") as caught:
         call()
     for text in texts:
         assert text in str(caught.value)

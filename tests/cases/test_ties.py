@@ -77,7 +77,10 @@ def test_tie_1_is_stored_updated_and_gathered_once(groups):
     assert sorted(one.params) == sorted(paths)
     assert sorted(one.opt.mu) == sorted(paths)
     assert "head.weight" not in paths
-    embed, head = sw.to_global(state.params["embed.weight"]), sw.to_global(state.params["head.weight"])
+    embed, head = (
+        sw.to_global(state.params["embed.weight"]),
+        sw.to_global(state.params["head.weight"]),
+    )
     assert torch.equal(embed, head)
     assert one.params["embed.weight"].to_local().data_ptr() == (
         one.params["head.weight"].to_local().data_ptr()

@@ -106,7 +106,9 @@ def test_une_1_on_dim_1(columns, pad):
     plan = sw.plan(module, sw.Mesh(fsdp=4), sw.zero(3, "fsdp", on=1, pad=pad))
     assert plan.params["weight"].dim_axes(1) == ("fsdp",)
     data = [torch.randn(8, 2, dtype=torch.float64) for _ in range(3)]
-    assert_same(sharded(module, plan, squares, data, ADAMW), one_process(module, squares, data, adamw))
+    assert_same(
+        sharded(module, plan, squares, data, ADAMW), one_process(module, squares, data, adamw)
+    )
 
 
 def test_une_1_on_dim_1_that_does_not_divide_is_refused():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ Seen = tuple[str, str, int]
 
 
 @contextmanager
-def overheard() -> Iterator[dict[int, list[Seen]]]:
+def overheard() -> Generator[dict[int, list[Seen]]]:
     """What really reaches the transport, by rank: kind, axis and bytes that leave."""
     seen: dict[int, list[Seen]] = defaultdict(list)
     lock = threading.Lock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 from shardwise.testing import assert_bitwise, assert_equivalent
 from shardwise.testing.models import EXACT, SPLIT
@@ -26,6 +26,7 @@ def test_a_program_trains_as_the_unsharded_model(training: Training) -> None:
     )
 
 
+@settings(max_examples=25)
 @given(trainings())
 def test_losses_and_gradients_agree_to_rounding_in_float32(training: Training) -> None:
     model = training.model

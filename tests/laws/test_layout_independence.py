@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -40,6 +40,7 @@ def test_initial_weights_do_not_depend_on_mesh_or_plan(
         assert torch.equal(value, ours[path.removeprefix("master ")]), path
 
 
+@settings(max_examples=15)
 @given(trainings())
 def test_another_seed_gives_other_weights(training: Training) -> None:
     plan = training.plan(training.model)

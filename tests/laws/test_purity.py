@@ -7,7 +7,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -96,6 +96,7 @@ def test_grads_eval_and_a_step_without_donation_leave_the_state(training: Traini
             program.step(state, part)
 
 
+@settings(max_examples=15)
 @given(trainings())
 def test_two_programs_share_one_module(training: Training) -> None:
     """Interleaved or one after the other, two programs of one module do the same."""

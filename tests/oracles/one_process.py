@@ -1,8 +1,8 @@
 """The same training twice: in one process by plain torch, and sharded on simulated ranks.
 
-`one_process` is the oracle: `torch.optim`, one module, one backward pass over the sum of all parts of
-the batch. `sharded` runs the engine and reads everything back whole, so `assert_same` compares losses,
-gradients, parameters, optimizer state and buffers.
+`one_process` is the oracle: `torch.optim`, one module, one backward pass over the sum of all parts
+of the batch. `sharded` runs the engine and reads everything back whole, so `assert_same` compares
+losses, gradients, parameters, optimizer state and buffers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOMENTS = {"mu": ("exp_avg", "momentum_buffer"), "nu": ("exp_avg_sq",)}
 
 @dataclass
 class Run:
-    """What a training run leaves; gradients and moments by parameter path, None where there are none."""
+    """What a training run leaves, by parameter path; an unused parameter has the gradient None."""
 
     losses: list[float] = field(default_factory=list)
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Run:
 
 
 def cut(batch: Any, parts: int) -> list[Any]:
-    """The parts of a batch that the ranks get: dimension 0 of every tensor, sizes as equal as can be."""
+    """The parts of a batch that the ranks get: dimension 0 of every tensor, as equal as can be."""
 
     def part(index: int) -> Any:
         return optree.tree_map(

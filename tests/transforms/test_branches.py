@@ -239,6 +239,12 @@ def own_teacher(model: Stack, batch: dict[str, Tensor]) -> Tensor:
     return model.layers[1](model.layers[0](batch["x"]) - aim)
 
 
+def inferred_teacher(model: Stack, batch: dict[str, Tensor]) -> Tensor:
+    with torch.inference_mode():
+        aim = model.layers[0](batch["x"])
+    return model.layers[1](model.layers[0](batch["x"]) - aim.clone())
+
+
 def student_first(model: Stack, batch: dict[str, Tensor]) -> Tensor:
     x = model.layers[0](batch["x"])
     with torch.no_grad():
@@ -253,7 +259,15 @@ def detached(model: Stack, batch: dict[str, Tensor]) -> Tensor:
 @every_plan
 @pytest.mark.parametrize(
     "run",
-    [unused_output, unused_output_on_one_rank, teacher, own_teacher, student_first, detached],
+    [
+        unused_output,
+        unused_output_on_one_rank,
+        teacher,
+        own_teacher,
+        inferred_teacher,
+        student_first,
+        detached,
+    ],
 )
 def test_outputs_without_a_part_in_the_loss(run, kind):
     check(run, kind)

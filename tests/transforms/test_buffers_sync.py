@@ -106,7 +106,9 @@ def test_training_with_batch_norm_is_exact_while_ranks_are_equal(mesh):
     torch.manual_seed(0)
     module = Normed().double()
     data = [part.repeat(mesh.size, 1) for part in batches(3)]
-    want = one_process(module, loss_fn, [part[:8] for part in data], lambda p: torch.optim.SGD(p, 0.1))
+    want = one_process(
+        module, loss_fn, [part[:8] for part in data], lambda p: torch.optim.SGD(p, 0.1)
+    )
     plan = sw.plan(module, mesh, sw.zero(3, "fsdp"))
     assert_same(sharded(module, plan, loss_fn, data, sw.optim.sgd(0.1)), want)
 

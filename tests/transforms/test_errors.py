@@ -14,7 +14,6 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.sharding.errors import (
     BatchError,
-    ImplicitCommError,
     InitError,
     LossError,
     LowerError,
@@ -25,6 +24,7 @@ from shardwise.sharding.errors import (
     ShardwiseError,
     UnitError,
 )
+from tests.transforms.five_parts import check, check_all
 
 pytestmark = pytest.mark.simulated
 
@@ -77,7 +77,7 @@ class Job:
     state: Any
 
     def errors(self, batch: Any, call: str = "step") -> list[ShardwiseError]:
-        """What the call raises on every rank; a rank that waits for ever is an error of the test."""
+        """What the call raises on every rank; one that waits for ever fails the test."""
 
         def attempt(rank: int) -> BaseException | None:
             try:
@@ -105,34 +105,6 @@ def job():
             return Job(program, world, program.init(sw.from_module(model)))
 
         yield start
-
-
-def check(
-    error: BaseException, kind: type[ShardwiseError], *texts: str, **numbers: Any
-) -> ShardwiseError:
-    """All five parts are there in their order, and the numbers are attributes as well as text."""
-    assert isinstance(error, kind), repr(error)
-    assert error.what
-    assert error.why
-    assert error.fix
-    assert error.where or error.facts
-    text = str(error)
-    parts = [error.what, error.where, *error.facts, error.why, f"Fix: {error.fix}"]
-    lines = [line for part in parts for line in part.splitlines() if line]
-    assert [line.strip() for line in text.splitlines()] == [line.strip() for line in lines]
-    for part in texts:
-        assert part in text, f"{part!r} is not in:\n{text}"
-    for name, value in numbers.items():
-        assert error.numbers.get(name) == value, (name, error.numbers)
-    return error
-
-
-def check_all(
-    errors: list[ShardwiseError], kind: type[ShardwiseError], *texts: str, **numbers: Any
-) -> None:
-    assert len(errors) == MESH.size
-    for error in errors:
-        check(error, kind, *texts, **numbers)
 
 
 # -- plans ------------------------------------------------------------------------------------

@@ -90,7 +90,13 @@ def portrait(module: nn.Module) -> dict[str, Any]:
             if name.endswith("hooks") or "hooks_" in name:
                 shown[f"{path}:{name}"] = list(table.items())
     for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        shown[path] = (id(tensor), tensor.requires_grad, tensor.grad, tensor._version, tensor.tolist())
+        shown[path] = (
+            id(tensor),
+            tensor.requires_grad,
+            tensor.grad,
+            tensor._version,
+            tensor.tolist(),
+        )
     return shown
 
 
@@ -174,7 +180,7 @@ def test_update_donates_and_grads_does_not(module, simulated):
     for one, two in zip(grads.ranks, again.ranks, strict=True):
         assert all(torch.equal(one[path].to_local(), two[path].to_local()) for path in one.leaves)
     program.update(state, grads)
-    with pytest.raises(DonatedStateError, match="update 0 at test_program.py:"):
+    with pytest.raises(DonatedStateError, match=r"update 0 at test_program\.py:"):
         program.grads(state, batch)
 
 
@@ -208,7 +214,9 @@ def test_a_state_that_tree_map_has_built_trains_on(module, simulated, level):
     state, _ = program.step(program.init(sw.from_module(module)), batch)
     halved = state.map(
         lambda one: optree.tree_map(
-            lambda leaf: leaf * 0.5 if leaf.is_floating_point() else leaf, one, namespace="shardwise"
+            lambda leaf: leaf * 0.5 if leaf.is_floating_point() else leaf,
+            one,
+            namespace="shardwise",
         )
     )
     got = sw.to_global(halved.params)

@@ -181,7 +181,10 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Ten
         lambda out: out.a * out["b"][0] + out["a"] * out.b[0],
     ),
     "the same twice": (lambda a, b: (a, a, b), lambda out: out[0] * out[1] * out[2]),
-    "a view": (lambda a, b: (a, a[..., :2], b), lambda out: out[0].square() + out[2] * out[1].sum()),
+    "a view": (
+        lambda a, b: (a, a[..., :2], b),
+        lambda out: out[0].square() + out[2] * out[1].sum(),
+    ),
 }
 
 
@@ -258,8 +261,10 @@ def test_other_ways_to_read_a_weight_of_the_root():
     def loss(model: Any, batch: dict[str, Tensor]) -> sw.Mean:
         mean = loss_fn(model, batch)
         weights = [p for n, p in model.named_parameters() if n in ("embed.weight", "mix.weight")]
-        penalty = sum(w.square().sum() for w in weights) + model.embed.weight.norm() + len(
-            model.embed.weight
+        penalty = (
+            sum(w.square().sum() for w in weights)
+            + model.embed.weight.norm()
+            + len(model.embed.weight)
         )
         return sw.Mean(mean.total + 0.01 * penalty * mean.count, mean.count)
 
@@ -353,7 +358,9 @@ def test_hooks_on_gradients_of_a_module():
 
     def make() -> nn.Module:
         module = Lines(lambda: nn.Linear(WIDTH, WIDTH))
-        module.layers[1].register_full_backward_hook(lambda m, gin, gout: seen.append(gout[0].norm()))
+        module.layers[1].register_full_backward_hook(
+            lambda m, gin, gout: seen.append(gout[0].norm())
+        )
         return module
 
     check(make, "zero-3")

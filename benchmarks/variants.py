@@ -1,0 +1,143 @@
+"""The systems that are compared: each trains the same GPT on this rank's batches with AdamW."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwise as sw
+from shardwise.demo.gpt import GPT, GPTConfig
+
+LEARNING_RATE = 1e-3
+WEIGHT_DECAY = 0.01
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Variant:
+    """One system: a step on a local batch that returns the local loss, and its weights at the end."""
+
+    name: str
+    step: Callable[[Batch], float]
+    held: Callable[[], int]
+    weights: Callable[[], dict[str, Tensor]] | None = None
+    keep: list[Any] = field(default_factory=list)
+
+
+def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross entropy of the next byte; all ranks have as many."""
+    logits = model(batch["tokens"]).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, batch["labels"].flatten())
+
+
+def make_model(config: GPTConfig) -> GPT:
+    """The same weights in every system and on every rank."""
+    torch.manual_seed(0)
+    return GPT(config)
+
+
+def held_by(*things: Any) -> int:
+    """Bytes of the storages behind tensors of modules, optimizers and states."""
+    storages: dict[int, int] = {}
+    for thing in things:
+        for tensor in _tensors(thing):
+            local = getattr(tensor, "_local_tensor", tensor)
+            storage = local.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _tensors(thing: Any) -> list[Tensor]:
+    if isinstance(thing, Tensor):
+        return [thing]
+    if isinstance(thing, nn.Module):
+        grads = [p.grad for p in thing.parameters() if p.grad is not None]
+        return [*thing.parameters(), *thing.buffers(), *grads]
+    if isinstance(thing, dict):
+        return [tensor for value in thing.values() for tensor in _tensors(value)]
+    return []
+
+
+def _torch_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[Batch], float]:
+    def step(batch: Batch) -> float:
+        loss = mean_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def _adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
+    )
+
+
+def ddp(config: GPTConfig) -> Variant:
+    """torch DDP with fused AdamW: the baseline of all ratios."""
+    model = make_model(config)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = _adamw(wrapped)
+    return Variant(
+        "DDP",
+        _torch_step(wrapped, optimizer),
+        lambda: held_by(model, dict(optimizer.state)),
+        lambda: {name: p.detach() for name, p in model.named_parameters()},
+        [wrapped],
+    )
+
+
+def fsdp2(config: GPTConfig, *, reshard: bool) -> Variant:
+    """FSDP2, one group per block and the root, with fused AdamW on DTensors."""
+    model = make_model(config)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    optimizer = _adamw(model)
+    return Variant(
+        f"FSDP2 ZeRO-{3 if reshard else 2}",
+        _torch_step(model, optimizer),
+        lambda: held_by(model, dict(optimizer.state)),
+        lambda: {name: p.full_tensor().detach() for name, p in model.named_parameters()},
+    )
+
+
+def shardwise(config: GPTConfig, level: int) -> Variant:
+    """This project; level 0 is the replicated plan."""
+
+    def loss_fn(model: nn.Module, batch: Batch) -> sw.Mean:
+        return sw.Mean.of_tokens(mean_loss(model, batch), batch["labels"])
+
+    model = make_model(config)
+    plan = sw.plan(model, sw.Mesh(fsdp=dist.get_world_size()), sw.zero(level, "fsdp"))
+    optimizer = sw.optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    program = sw.lower(plan, loss_fn, optimizer).bind(device="cpu")
+    states = [program.init(sw.from_module(model))]
+    del model
+    gc.collect()
+
+    def step(batch: Batch) -> float:
+        states[0], metrics = program.step(states[0], batch)
+        return metrics.loss.item()
+
+    return Variant(
+        f"shardwise ZeRO-{level}" if level else "shardwise replicated",
+        step,
+        lambda: states[0].nbytes,
+        lambda: sw.to_global(states[0].params),
+        [program],
+    )
