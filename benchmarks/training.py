@@ -1,8 +1,8 @@
 """Step time, memory and traffic of whole training steps beside the peers, over real gloo ranks.
 
 All systems live in the same processes and take turns step by step, so that whatever else the
-machine does hits all of them. Ratios are paired per round; time is wall time of the slowest rank and
-process time of this one. Peak memory is measured in a pass of its own.
+machine does hits all of them. Ratios are paired per round; time is wall time of the slowest rank
+and process time of this one. Peak memory is measured in a pass of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def build(config: GPTConfig, names: list[str]) -> list[Variant]:
         "ddp": lambda: variants.ddp(config),
         "fsdp3": lambda: variants.fsdp2(config, reshard=True),
         "fsdp2": lambda: variants.fsdp2(config, reshard=False),
-        **{f"sw{level}": (lambda level=level: variants.shardwise(config, level)) for level in range(4)},
+        **{
+            f"sw{level}": (lambda level=level: variants.shardwise(config, level))
+            for level in range(4)
+        },
     }
     return [makers[name]() for name in names]
 
@@ -68,7 +71,9 @@ def run(size: str, rounds: int, names: list[str]) -> dict[str, list[tuple[float,
             ours, theirs = system.weights(), reference()
             far = max(float((ours[k] - theirs[k]).abs().max()) for k in theirs)
             if dist.get_rank() == 0:
-                print(f"{system.name:<22} largest weight difference to DDP {far:.2e}; held {system.held() / 1e6:.0f} MB")
+                print(
+                    f"{system.name:<22} largest weight difference to DDP {far:.2e}; held {system.held() / 1e6:.0f} MB"
+                )
     return times
 
 
@@ -86,7 +91,9 @@ def main() -> None:
             paired = [a[column] / b[column] for a, b in zip(rows, base, strict=True)]
             lower, median, upper = statistics.quantiles(paired, n=4)
             ms = 1e3 * statistics.median(row[column] for row in rows)
-            print(f"{name:<22} {kind:<8} {ms:8.1f} ms   x DDP {median:.2f} ({lower:.2f} - {upper:.2f})")
+            print(
+                f"{name:<22} {kind:<8} {ms:8.1f} ms   x DDP {median:.2f} ({lower:.2f} - {upper:.2f})"
+            )
 
 
 if __name__ == "__main__":

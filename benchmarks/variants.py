@@ -67,9 +67,7 @@ def _tensors(thing: Any) -> list[Tensor]:
     return []
 
 
-def _torch_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Callable[[Batch], float]:
+def _torch_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Batch], float]:
     def step(batch: Batch) -> float:
         loss = mean_loss(model, batch)
         loss.backward()

@@ -70,7 +70,8 @@ def bind_alone(lowering: Lowering, rank: int = 0) -> RankProgram:
     """
     mesh = lowering.plan.mesh
     device_mesh = device_mesh_without_backend(mesh, rank, "cpu")
-    return RankProgram(lowering, rank, Echo(mesh), device_mesh, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    return RankProgram(lowering, rank, Echo(mesh), device_mesh=device_mesh, device=cpu, debug=False)
 
 
 def _scratch(nbytes: int) -> Tensor:

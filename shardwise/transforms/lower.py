@@ -54,7 +54,7 @@ class Lowered(Lowering):
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
-    def bind(self, *, device: torch.device | str | None = None) -> Program:
+    def bind(self, *, device: torch.device | str | None = None, debug: bool = False) -> Program:
         """A `Program` on this job's devices.
 
         Inside `simulate(mesh)` all ranks live in this process. Else an initialised process group is
@@ -63,11 +63,14 @@ class Lowered(Lowering):
 
         Args:
             device: default: this rank's CUDA device if there is one, else the CPU.
+            debug: check in every step what is otherwise checked in the first: that no tensor keeps
+                weights behind the engine's back, that nothing else communicates, and that batches
+                have one structure. Costs about the host time of the step again.
 
         Raises:
             MeshError: the mesh does not multiply to the number of ranks.
         """
-        return bind(self, device=device)
+        return bind(self, device=device, debug=debug)
 
 
 @strict_keywords

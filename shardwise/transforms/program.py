@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.sharding.compat import device_mesh_without_backend
 from shardwise.sharding.errors import BatchError, MeshError, strict_keywords
@@ -17,7 +17,7 @@ from shardwise.sharding.gradients import Grads
 from shardwise.sharding.job import join_job
 from shardwise.sharding.lifted import Lifted
 from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.movement import Alone, Collective
+from shardwise.sharding.movement import Alone, Collective, Transport
 from shardwise.sharding.plan import call_site
 from shardwise.sharding.pytree import tree_leaves, tree_map
 from shardwise.sharding.simulation import Simulated, World, current_world
@@ -180,37 +180,33 @@ def _part(batch: Any, lowering: Lowering, coords: dict[str, int]) -> Any:
     return tree_map(cut, batch)
 
 
-def bind(lowering: Lowering, *, device: torch.device | str | None = None) -> Program:
+def bind(
+    lowering: Lowering, *, device: torch.device | str | None = None, debug: bool = False
+) -> Program:
     """See `Lowered.bind`."""
     mesh = lowering.plan.mesh
     world = current_world()
+    where = torch.device(device) if device else _default_device(simulated=world is not None)
+
+    def on(rank: int, transport: Transport, device_mesh: DeviceMesh) -> RankProgram:
+        return RankProgram(
+            lowering, rank, transport, device_mesh=device_mesh, device=where, debug=debug
+        )
+
     if world is not None:
         _check_world(mesh, world.mesh.size, f"simulate({world.mesh!r})", world.mesh == mesh)
-        cpu = torch.device(device or "cpu")
-        ranks = [
-            RankProgram(
-                lowering,
-                r,
-                Simulated(world, r),
-                device_mesh_without_backend(mesh, r, cpu.type),
-                cpu,
-            )
-            for r in range(mesh.size)
-        ]
-        return Program(ranks, world)
-    where = torch.device(device) if device else _default_device()
+        meshes = [device_mesh_without_backend(mesh, r, where.type) for r in range(mesh.size)]
+        return Program([on(r, Simulated(world, r), m) for r, m in enumerate(meshes)], world)
     job = join_job(where.type)
     _check_world(mesh, job.world, f"this job of {job.world} ranks", job.world == mesh.size)
     if job.world == 1 and not dist.is_initialized():
-        alone = device_mesh_without_backend(mesh, 0, where.type)
-        return Program([RankProgram(lowering, 0, Alone(), alone, where)], None)
+        return Program([on(0, Alone(), device_mesh_without_backend(mesh, 0, where.type))], None)
     device_mesh = init_device_mesh(where.type, mesh.sizes, mesh_dim_names=mesh.names)
-    transport = make_transport(device_mesh)
-    return Program([RankProgram(lowering, job.rank, transport, device_mesh, where)], None)
+    return Program([on(job.rank, make_transport(device_mesh), device_mesh)], None)
 
 
-def _default_device() -> torch.device:
-    if torch.cuda.is_available():
+def _default_device(*, simulated: bool) -> torch.device:
+    if not simulated and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -30,7 +30,7 @@ from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
 from shardwise.transforms.metrics import Metrics
 from shardwise.transforms.module_init import InitModule, init_from_seed
 from shardwise.transforms.runtime import Engine
-from shardwise.transforms.settle import raise_together, settle
+from shardwise.transforms.settle import agree_on_batch, raise_together, settle
 from shardwise.transforms.unit_runtime import UnitRuntime
 from shardwise.transforms.update import run_update
 
@@ -44,6 +44,7 @@ class RankProgram:
         transport: what moves bytes.
         device_mesh: torch's view of the mesh, for DTensor leaves.
         device: where tensors live.
+        debug: repeat the checks of the first step in every step.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class RankProgram:
         lowering: Lowering,
         rank: int,
         transport: Transport,
+        *,
         device_mesh: DeviceMesh,
         device: torch.device,
+        debug: bool,
     ) -> None:
         plan = lowering.plan
         self.lowering = lowering
@@ -77,6 +80,7 @@ class RankProgram:
         self.home = make_home(lowering, rank, device_mesh)
         self._settled = False
         self._checked = False
+        self._debug = debug
 
     # -- init -------------------------------------------------------------------------------
 
@@ -162,7 +166,7 @@ class RankProgram:
     ) -> tuple[Loss | None, dict[str, Tensor], BaseException | None]:
         """Forward and backward; after a failure here this rank still joins every collective."""
         engine = self.engine
-        enabled, self._checked = not self._checked, True
+        enabled, self._checked = self._debug or not self._checked, True
         self.stage.set_training(True)
         bind_buffers(self.buffer_sites, state.buffer_values, self.lowering.written_buffers)
         place = [self.mover.coords[axis] for axis in self.lowering.batch_axes]
@@ -232,6 +236,8 @@ class RankProgram:
     def _settle(self, batch: Any) -> None:
         """Once: agree with the other ranks, and lower in the order that a trace has shown."""
         if self._settled:
+            if self._debug:
+                agree_on_batch(batch, self.mover.transport)
             return
         # A trace runs the user's code on fake tensors, and modules cache what they compute: the
         # template that it runs on is thrown away.

@@ -65,6 +65,15 @@ def settle(
     return _combine(lowering, traces)
 
 
+def agree_on_batch(batch: Any, transport: Transport) -> None:
+    """Compare the structure of this rank's batch with the others'; one exchange of objects.
+
+    Raises:
+        BatchError: batches differ in structure or dtype.
+    """
+    _check_structures(transport.gather_objects(_structure(batch)))
+
+
 def _combine(lowering: Lowering, traces: list[Trace]) -> Lowering:
     known = {trace.aux for trace in traces if trace.aux is not None}
     if len(known) > 1:

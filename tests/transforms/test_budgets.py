@@ -1,4 +1,4 @@
-"""Budgets: bytes on the wire against the optimum, bytes at rest against the formula, planning time."""
+"""Budgets: bytes on the wire against the optimum, at rest against the formula, planning time."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_zero2_gradients_are_shards() -> None:
 class LlamaLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        shapes = dict(q=4096, k=1024, v=1024, o=4096, gate=14336, up=14336)
+        shapes = {"q": 4096, "k": 1024, "v": 1024, "o": 4096, "gate": 14336, "up": 14336}
         for name, rows in shapes.items():
             setattr(self, name, nn.Linear(4096, rows, bias=False))
         self.down = nn.Linear(14336, 4096, bias=False)
