@@ -54,6 +54,7 @@ def standard_library(root: Path | None = None) -> Corpus:
     if min(len(train), len(held_out) * _HOLD_OUT_EVERY) < _ENOUGH_BYTES:
         raise TextError(
             f"{root} has {len(names)} source files with {len(train) + len(held_out)} bytes.",
+            where="the library folder of this Python",
             why=f"The demo trains on the standard library and needs {_ENOUGH_BYTES} bytes of it.",
             fix="use a Python that was installed with its .py files",
             num_files=len(names),

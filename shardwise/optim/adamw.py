@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from shardwise.optim.base import GradientTransform, Tensors
 from shardwise.optim.checks import check_fraction, check_non_negative
-from shardwise.optim.flat import on_whole_vectors, scaled
+from shardwise.optim.flat import like_reals, on_whole_vectors, reals, scaled
 from shardwise.optim.schedules import Schedule, as_schedule, first_count
 from shardwise.sharding.errors import strict_keywords
 
@@ -19,7 +19,7 @@ from shardwise.sharding.errors import strict_keywords
 class AdamWState(NamedTuple):
     """Steps taken, the rate of the last one, and the two moments."""
 
-    count: Tensor  # 0-dim int64
+    count: Tensor  # 0-dim int64; one for all parameters, also for those that a step leaves out
     learning_rate: Tensor  # 0-dim float64; before the first step, the rate that it will have
     mu: Tensors  # like params
     nu: Tensors  # like params
@@ -102,10 +102,12 @@ def _update(
     for key in grads:
         param, grad = params[key], scaled(grads[key], params[key], None)
         mu[key] = beta1 * mu[key] + (1 - beta1) * grad
-        nu[key] = beta2 * nu[key] + (1 - beta2) * grad.square()
-        mean = mu[key] / _arrived(beta1, count)
-        root = (nu[key] / _arrived(beta2, count)).sqrt()
-        updates[key] = (-rate * (mean / (root + eps) + weight_decay * param)).to(param.dtype)
+        square = like_reals(reals(grad).square(), grad)
+        nu[key] = beta2 * nu[key] + (1 - beta2) * square
+        mean = reals(mu[key]) / _arrived(beta1, count)
+        root = (reals(nu[key]) / _arrived(beta2, count)).sqrt()
+        change = like_reals(mean / (root + eps), param)
+        updates[key] = (-rate * (change + weight_decay * param)).to(param.dtype)
     return updates, AdamWState(count, rate, mu, nu)
 
 
@@ -155,8 +157,8 @@ def _step_fused(
             maximize=False,
         )
 
-    written = [param, opt_state.mu[key], opt_state.nu[key]]
-    on_whole_vectors(kernel, written=written, read=[grad])
+    written = [reals(param), reals(opt_state.mu[key]), reals(opt_state.nu[key])]
+    on_whole_vectors(kernel, written=written, read=[reals(grad)])
 
 
 def _step_plain(
@@ -167,7 +169,8 @@ def _step_plain(
     torch's fused kernel wants the rate as float32 on other devices: too coarse for float64.
     """
     _, beta1, beta2, eps, weight_decay = settings
-    rate, mu, nu = opt_state.learning_rate, opt_state.mu[key], opt_state.nu[key]
+    rate, mu, nu = opt_state.learning_rate, reals(opt_state.mu[key]), reals(opt_state.nu[key])
+    param, grad = reals(param), reals(grad)
     first = _arrived(beta1, opt_state.count)
     root = _arrived(beta2, opt_state.count).sqrt()
     mu.lerp_(grad, 1 - beta1)

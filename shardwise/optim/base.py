@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from shardwise.sharding.buckets import Couples, Part
+
 Tensors: TypeAlias = dict[str, Tensor]
-Couples: TypeAlias = Literal["element", "tensor", "tree"]
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+
+
+_COUPLING: tuple[Couples, ...] = ("element", "tensor", "tree")
 
 
 class EmptyState(NamedTuple):
@@ -35,6 +40,11 @@ class GradientTransform(NamedTuple):
             `"element"`, a `"tensor"`, or the `"tree"`.
         needs: names of the extras that a caller whose gradients are cut must pass. `"norm"` is
             the 2-norm of all gradients after `scale`, as a 0-dim tensor.
+        parts: `parts({path: shape}) -> {path: Part}`: the label of each parameter and what must be
+            seen whole for it. None: all parameters are alike and couple as `couples` says.
+        over: `over({path: shape}, {key: path}) -> transform`: the same transform over other keys;
+            each stands for parameters of one label, of which one is named. None: keys do not
+            matter to the transform.
         factor: `factor(grads, opt_state, *, scale=None, **extra) -> (factor, opt_state)`. Present
             when all that the transform does is multiply every gradient by one 0-dim factor.
     """
@@ -45,6 +55,54 @@ class GradientTransform(NamedTuple):
     couples: Couples = "element"
     needs: frozenset[str] = frozenset()
     factor: Callable[..., tuple[Tensor, Any]] | None = None
+    factor: Callable[..., tuple[Tensor, Any]] | None = None
+    parts: Callable[[Shapes], dict[str, Part]] | None = None
+    over: Callable[[Shapes, Mapping[str, str]], GradientTransform] | None = None
+
+
+def parts_of(transform: GradientTransform, shapes: Shapes) -> dict[str, Part]:
+    """How a transform treats each parameter.
+
+    Args:
+        transform: any transform.
+        shapes: of the trainable parameters, by path.
+
+    Raises:
+        PatternError: a pattern of the transform matches none of them.
+
+    >>> same = GradientTransform(lambda params: (), lambda grads, opt_state, params: (grads, ()))
+    >>> parts_of(same, {"w": (2, 3)})
+    {'w': Part(label='', couples='element')}
+    """
+    if transform.parts is not None:
+        return transform.parts(shapes)
+    return {path: Part("", transform.couples) for path in shapes}
+
+
+def over_keys(
+    transform: GradientTransform, shapes: Shapes, keys: Mapping[str, str]
+) -> GradientTransform:
+    """The transform over other keys; see `GradientTransform.over`."""
+    return transform if transform.over is None else transform.over(shapes, keys)
+
+
+def strongest(couples: Iterable[Couples]) -> Couples:
+    """What must be seen whole by several transforms together.
+
+    >>> strongest(["element", "tree", "tensor"])
+    'tree'
+    """
+    return _COUPLING[max(map(_COUPLING.index, couples), default=0)]
+
+
+def join(parts: Sequence[Part]) -> Part:
+    """How several transforms together treat one parameter: each pair of labels is a label.
+
+    >>> join([Part("decay"), Part("", "tensor")])
+    Part(label='decay', couples='tensor')
+    """
+    label = "/".join(part.label for part in parts if part.label)
+    return Part(label, strongest(part.couples for part in parts))
 
 
 def from_factor(

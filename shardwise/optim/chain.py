@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.optim.base import Couples, GradientTransform, Tensors, multiply
+from shardwise.optim.base import (
+    GradientTransform,
+    Part,
+    Shapes,
+    Tensors,
+    join,
+    multiply,
+    over_keys,
+    parts_of,
+    strongest,
+)
 from shardwise.sharding.errors import OptimError
-
-_COUPLING: tuple[Couples, ...] = ("element", "tensor", "tree")
 
 
 def chain(*transforms: GradientTransform) -> GradientTransform:
@@ -43,10 +51,33 @@ def chain(*transforms: GradientTransform) -> GradientTransform:
         init,
         _update(transforms),
         _apply(transforms),
-        couples=_COUPLING[max((_COUPLING.index(t.couples) for t in transforms), default=0)],
+        couples=strongest(transform.couples for transform in transforms),
         needs=frozenset().union(*(transform.needs for transform in transforms)),
         factor=_factor(transforms),
+        parts=_parts(transforms),
+        over=_over(transforms),
     )
+
+
+def _parts(
+    transforms: Sequence[GradientTransform],
+) -> Callable[[Shapes], dict[str, Part]] | None:
+    if all(transform.parts is None for transform in transforms):
+        return None
+
+    def parts(shapes: Shapes) -> dict[str, Part]:
+        each = [parts_of(transform, shapes) for transform in transforms]
+        return {path: join([one[path] for one in each]) for path in shapes}
+
+    return parts
+
+
+def _over(
+    transforms: Sequence[GradientTransform],
+) -> Callable[[Shapes, Mapping[str, str]], GradientTransform] | None:
+    if all(transform.over is None for transform in transforms):
+        return None
+    return lambda shapes, keys: chain(*(over_keys(one, shapes, keys) for one in transforms))
 
 
 def _update(transforms: Sequence[GradientTransform]) -> Callable[..., tuple[Tensors, Any]]:

@@ -75,3 +75,32 @@ def clip_by_global_norm(max_norm: float) -> GradientTransform:
         return (max_norm / (norm + _NORM_FLOOR)).clamp(max=1.0), opt_state
 
     return from_factor(init, factor, needs=frozenset({"norm"}))
+
+
+@strict_keywords
+def clip_by_value(limit: float) -> GradientTransform:
+    """Bring every element of the gradients into `[-limit, limit]`.
+
+    Args:
+        limit: the largest absolute value.
+
+    Raises:
+        OptimError: `limit` is not positive.
+
+    >>> clip = clip_by_value(1.0)
+    >>> clip.update({"w": torch.tensor([3.0, -0.5])}, EmptyState(), {})[0]
+    {'w': tensor([ 1.0000, -0.5000])}
+    """
+    check_positive("clip_by_value", "limit", limit, usual="clip_by_value(1.0)")
+
+    def init(params: Tensors) -> EmptyState:
+        del params
+        return EmptyState()
+
+    def update(
+        grads: Tensors, opt_state: EmptyState, params: Tensors | None = None, **extra: Any
+    ) -> tuple[Tensors, EmptyState]:
+        del params, extra
+        return {key: grad.clamp(-limit, limit) for key, grad in grads.items()}, opt_state
+
+    return GradientTransform(init, update)

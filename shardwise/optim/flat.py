@@ -68,6 +68,20 @@ def scaled(grad: Tensor, like: Tensor, scale: Tensor | None) -> Tensor:
     return cast if scale is None else (cast * scale).to(like.dtype)
 
 
+def reals(tensor: Tensor) -> Tensor:
+    """A complex tensor as the pairs of real numbers that optimizers step; others as they are.
+
+    >>> reals(torch.tensor([1 + 2j])).tolist()
+    [[1.0, 2.0]]
+    """
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def like_reals(values: Tensor, like: Tensor) -> Tensor:
+    """The way back from `reals` for values of the tensor `like`."""
+    return torch.view_as_complex(values) if like.is_complex() else values
+
+
 def squared_norm(groups: dict[str, Tensor]) -> dict[str, Tensor]:
     """The sum of squares of each group, as 0-dim float64 tensors.
 
@@ -81,6 +95,6 @@ def squared_norm(groups: dict[str, Tensor]) -> dict[str, Tensor]:
     {'w': tensor(25., dtype=torch.float64)}
     """
     return {
-        key: torch.linalg.vector_norm(group, dtype=torch.float64).square()
+        key: torch.linalg.vector_norm(reals(group), dtype=torch.float64).square()
         for key, group in groups.items()
     }

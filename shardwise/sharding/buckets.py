@@ -11,16 +11,22 @@ cannot give it back for free: it can, if the dtype is equal and the `opt` layout
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from shardwise.sharding.errors import PlanError
 from shardwise.sharding.layout import Layout, Regroup, make_layout
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.plan import ParamInfo, Plan, Unit
 from shardwise.sharding.spec import Spec
+
+Couples: TypeAlias = Literal["element", "tensor", "tree"]
+"""What an optimizer must see whole."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,50 @@ class Route:
     def middle(self) -> Layout:
         """The layout between gathering and cutting."""
         return self.gather.coarse if self.gather else self.source
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters of a bucket that the optimizer steps alike: one slice of the `opt` buffer.
+
+    Args:
+        key: what optimizers call it: the bucket, or the bucket and a label.
+        unit: the unit of the bucket.
+        couples: what the optimizer must see whole: `element`, `tensor` or `tree`.
+        start: where the slice begins.
+        layout: of the slice.
+        gather: from the slices of all ranks to whole tensors; None where this rank has them.
+    """
+
+    key: str
+    unit: str
+    couples: Couples
+    start: int
+    layout: Layout
+    gather: Regroup | None
+
+    @property
+    def whole(self) -> Layout:
+        """The layout of the whole tensors."""
+        return self.gather.coarse if self.gather else self.layout
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Its parameters."""
+        return tuple(entry.path for entry in self.layout.entries)
+
+    def slice(self, flat: Tensor) -> Tensor:
+        """This group's part of the bucket's buffer in the `opt` layout."""
+        if flat.numel() == self.layout.length:
+            return flat
+        return flat[self.start : self.start + self.layout.length]
+
+
+class Part(NamedTuple):
+    """How the optimizer treats one parameter: parameters of one label are stepped alike."""
+
+    label: str = ""
+    couples: Couples = "element"
 
 
 @dataclass(frozen=True)
@@ -58,6 +108,7 @@ class Bucket:
     gather: Regroup | None
     reduce: Regroup | None
     sum_axes: tuple[str, ...]
+    groups: tuple[Group, ...] = ()
 
     @property
     def in_place(self) -> bool:
@@ -84,10 +135,18 @@ def route(source: Layout, target: Layout, mesh: Mesh) -> Route:
     return Route(source, target, Regroup(whole, source, mesh), cut)
 
 
-def make_buckets(plan: Plan) -> dict[str, tuple[Bucket, ...]]:
-    """The buckets of every unit, by unit name, in the order of `plan.units`."""
+def make_buckets(
+    plan: Plan, parts: Mapping[str, Part] | None = None
+) -> dict[str, tuple[Bucket, ...]]:
+    """The buckets of every unit, by unit name, in the order of `plan.units`.
+
+    Args:
+        plan: the layouts.
+        parts: how the optimizer treats each trainable parameter; default: all alike, by element.
+    """
     infos = {info.path: info for info in plan.infos}
-    return {unit.name: _unit_buckets(plan, unit, infos) for unit in plan.units}
+    known = parts or {}
+    return {unit.name: _unit_buckets(plan, unit, infos, known) for unit in plan.units}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -95,14 +154,16 @@ def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _unit_buckets(plan: Plan, unit: Unit, infos: dict[str, ParamInfo]) -> tuple[Bucket, ...]:
+def _unit_buckets(
+    plan: Plan, unit: Unit, infos: dict[str, ParamInfo], parts: Mapping[str, Part]
+) -> tuple[Bucket, ...]:
     groups: dict[tuple[object, ...], list[ParamInfo]] = {}
     for path in unit.params:
         groups.setdefault(_alike(plan, infos[path]), []).append(infos[path])
     # Trainable buckets come first, so that Enter's inputs and outputs are a prefix of the unit's.
     ordered = sorted(groups.values(), key=lambda members: members[0].path not in plan.opt)
     return tuple(
-        _make_bucket(plan, unit, f"{unit.name or '(root)'}/{index}", members)
+        _make_bucket(plan, unit, f"{unit.name or '(root)'}/{index}", members, parts)
         for index, members in enumerate(ordered)
     )
 
@@ -136,8 +197,16 @@ def _cut(spec: Spec, mesh: Mesh) -> tuple[int, tuple[str, ...]]:
     return cuts[0] if cuts else (0, ())
 
 
-def _make_bucket(plan: Plan, unit: Unit, name: str, members: Sequence[ParamInfo]) -> Bucket:
+def _make_bucket(
+    plan: Plan,
+    unit: Unit,
+    name: str,
+    members: Sequence[ParamInfo],
+    parts: Mapping[str, Part],
+) -> Bucket:
     mesh = plan.mesh
+    # Parameters of one label lie side by side, so that a group is a slice and costs no collective.
+    members = sorted(members, key=lambda member: parts.get(member.path, Part()))
     path = members[0].path
     trainable = path in plan.opt
 
@@ -172,4 +241,24 @@ def _make_bucket(plan: Plan, unit: Unit, name: str, members: Sequence[ParamInfo]
         if landing is not None and landing.axes
         else None,
         sum_axes=tuple(a for a in plan.batch if landing and a not in landing.axes and mesh[a] > 1),
+        groups=_groups(name, unit.name, opt, parts, mesh) if opt else (),
     )
+
+
+def _groups(
+    bucket: str, unit: str, opt: Layout, parts: Mapping[str, Part], mesh: Mesh
+) -> tuple[Group, ...]:
+    by_part = itertools.groupby(opt.entries, key=lambda entry: parts.get(entry.path, Part()))
+    runs = [(part, list(entries)) for part, entries in by_part]
+    starts = [entries[0].offset for _, entries in runs]
+    groups = []
+    for (part, entries), start, stop in zip(runs, starts, [*starts[1:], opt.length], strict=True):
+        moved = tuple(replace(entry, offset=entry.offset - start) for entry in entries)
+        layout = Layout(opt.axes, moved, stop - start, opt.dtype)
+        gather = None
+        if part.couples != "element" and opt.axes:
+            whole = make_layout([(e.path, e.shape, e.dim) for e in moved], (), mesh, opt.dtype)
+            gather = Regroup(whole, layout, mesh)
+        key = f"{bucket}:{part.label}" if part.label else bucket
+        groups.append(Group(key, unit, part.couples, start, layout, gather))
+    return tuple(groups)

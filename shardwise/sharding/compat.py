@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.sharding.mesh import Mesh
 
 try:
-    from torch._subclasses import FakeTensorMode
+    from torch._subclasses import FakeTensor, FakeTensorMode
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +20,7 @@ except ImportError as error:
 
 __all__ = [
     "DTensorSpec",
+    "FakeTensor",
     "FakeTensorMode",
     "StridedShard",
     "TensorMeta",

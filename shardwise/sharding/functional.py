@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.sharding.compat import plain_tensors
-from shardwise.sharding.errors import LowerError
+from shardwise.sharding.errors import LowerError, summarise
 from shardwise.sharding.plan import ParamInfo
 from shardwise.sharding.pytree import tree_map
 
@@ -110,7 +110,8 @@ def make_template(module: nn.Module, infos: Iterable[ParamInfo], device: torch.d
     """Copy `module` with placeholders for its parameters and its buffers copied to `device`.
 
     Raises:
-        LowerError: the module cannot be copied, or is not the one the plan was made from.
+        LowerError: the module cannot be copied, is not the one the plan was made from, or has hooks
+            on its parameters.
     """
     by_path = {info.path: info for info in infos}
     params = dict(module.named_parameters())
@@ -123,6 +124,7 @@ def make_template(module: nn.Module, infos: Iterable[ParamInfo], device: torch.d
             fix="pass the module that the plan was made from, or make the plan again",
             differing=len(odd),
         )
+    _refuse_hooks(params)
     placeholders = {path: Placeholder.make(info, device) for path, info in by_path.items()}
     memo: dict[int, Any] = {id(params[path]): placeholders[path] for path in by_path}
     for buffer in module.buffers():
@@ -136,6 +138,55 @@ def make_template(module: nn.Module, infos: Iterable[ParamInfo], device: torch.d
             fix="make the module deep-copyable (no open files, locks or generators in it)",
         ) from error
     return Template(copied, placeholders, _find_sites(copied, placeholders))
+
+
+def refuse_written_views(module: nn.Module, written: Iterable[str]) -> None:
+    """Refuse a written buffer that shares memory with another: each is a value of its own.
+
+    Raises:
+        LowerError: there is one; names both.
+    """
+    buffers = {name: value for name, value in module.named_buffers() if _has_storage(value)}
+    for name in buffers.keys() & set(written):
+        for other, value in buffers.items():
+            if other != name and _storage(value) == _storage(buffers[name]):
+                raise LowerError(
+                    f"Buffer {name!r} is written and shares memory with buffer {other!r}.",
+                    where=f"buffer {name}",
+                    why="A state holds each buffer as a value of its own; a view would not see "
+                    "what is written to the other.",
+                    fix="register one of them, and take the view of it in forward",
+                    buffer=name,
+                    other=other,
+                )
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _refuse_hooks(params: Mapping[str, nn.Parameter]) -> None:
+    """Parameters of a step are other tensors, on which hooks of the user's would never run."""
+    hooked = [
+        path
+        for path, param in params.items()
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
+    ]
+    if hooked:
+        raise LowerError(
+            f"{len(hooked)} of {len(params)} parameters have hooks on their gradients.",
+            where=f"parameter {hooked[0]}",
+            facts=summarise(hooked),
+            why="A step computes gradients of its own copies of the parameters, so hooks of "
+            "register_hook() would silently not run.",
+            fix="change gradients in the optimizer, as a gradient transform, and remove the hooks",
+            path=hooked[0],
+            count=len(hooked),
+        )
 
 
 def _find_sites(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.sharding.leaves import Flats, Home, Leaves, fill_layout, landing_layouts
 from shardwise.sharding.pytree import NAMESPACE, register
-from shardwise.sharding.state import Flats, Home, Leaves, fill_layout, landing_layouts
 
 
 @dataclass(frozen=True, eq=False)

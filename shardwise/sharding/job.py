@@ -118,6 +118,7 @@ def _place(environ: Mapping[str, str]) -> tuple[int, int]:
     if not 0 <= rank < world:
         raise LaunchError(
             f"RANK={rank} is not a rank of a job with WORLD_SIZE={world}.",
+            where="environment of this process",
             why=f"Ranks run from 0 to {world - 1}.",
             fix="let torchrun or sw.spawn set both",
             rank=rank,

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.sharding.errors import MeshError, nearest
 
@@ -73,6 +74,11 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({_render(dict(zip(self.names, self.sizes, strict=True)))})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Make IPython and hypothesis print `repr`; for dataclasses they would list all fields."""
+        del cycle
+        printer.text(repr(self))
 
     def check(self, *axes: str) -> None:
         """Raise `MeshError` for a name that is no axis of this mesh."""

@@ -7,14 +7,14 @@ simulation, or nothing) and refuses any call whose kind, axis or bytes were not 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.sharding.errors import ImplicitCommError
-from shardwise.sharding.layout import Regroup
+from shardwise.sharding.layout import Layout, Regroup
 from shardwise.sharding.mesh import Mesh
 
 
@@ -28,7 +28,8 @@ class Collective:
         nbytes: payload bytes that leave one rank: `(n - 1) / n` of the full buffer, twice that
             for an all-reduce.
         unit: whose tensors move; `""` is the root.
-        reason: `forward`, `backward`, `grads`, `scalars`, `buffers`, `norm`, `update`.
+        reason: `forward`, `backward`, `grads`, `scalars`, `buffers`, `norm`, `update`, `agree`.
+        dtype: of the elements.
     """
 
     kind: str
@@ -36,6 +37,12 @@ class Collective:
     nbytes: int
     unit: str
     reason: str
+    dtype: torch.dtype = field(default=torch.float32, compare=False)
+
+    def buffer_bytes(self, ranks: int) -> int:
+        """Bytes of the whole buffer, of which `nbytes` leave one of so many ranks."""
+        passes = 2 if self.kind == "all_reduce" else 1
+        return -(-self.nbytes * ranks // (passes * (ranks - 1)))
 
     def __str__(self) -> str:
         return f"{self.kind:<14} {self.axis:<8} {self.nbytes:>14,} B  {self.reason:<8} {self.unit}"
@@ -122,6 +129,22 @@ class Mover:
         """Add what is known only now."""
         self._expected = (*self._expected, *more)
 
+    def finish_with_zeros(self, device: torch.device) -> None:
+        """Run what is left of a call with nothing to give, after a failure on this rank.
+
+        The other ranks are in the middle of the same list; they must not be left alone.
+        """
+        for item in self._expected[len(self.executed) :]:
+            size = self.mesh[item.axis]
+            count = item.buffer_bytes(size) // item.dtype.itemsize
+            whole = torch.zeros(count, dtype=item.dtype, device=device)
+            if item.kind == "all_gather":
+                finish(self.all_gather(whole, whole.new_zeros(count // size), item))
+            elif item.kind == "reduce_scatter":
+                finish(self.reduce_scatter(whole.new_zeros(count // size), whole, item))
+            else:
+                finish(self.all_reduce(whole, item))
+
     def end(self) -> None:
         """Check that everything predicted has run."""
         if len(self.executed) != len(self._expected):
@@ -143,34 +166,39 @@ class Mover:
         self._check("all_gather", (self.mesh[item.axis] - 1) * mine.nbytes, item)
         self.busy = True
         try:
-            return self.transport.all_gather(out, mine, item.axis)
+            pending = self.transport.all_gather(out, mine, item.axis)
         finally:
             self.busy = False
+        self.executed.append(item)
+        return pending
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, item: Collective) -> Pending | None:
         """See `Transport.reduce_scatter`; `item` is the prediction."""
         self._check("reduce_scatter", (self.mesh[item.axis] - 1) * out.nbytes, item)
         self.busy = True
         try:
-            return self.transport.reduce_scatter(out, whole, item.axis)
+            pending = self.transport.reduce_scatter(out, whole, item.axis)
         finally:
             self.busy = False
+        self.executed.append(item)
+        return pending
 
     def all_reduce(self, whole: Tensor, item: Collective) -> Pending | None:
         """See `Transport.all_reduce`; `item` is the prediction."""
         self._check("all_reduce", all_reduce_bytes(whole.nbytes, self.mesh[item.axis]), item)
         self.busy = True
         try:
-            return self.transport.all_reduce(whole, item.axis)
+            pending = self.transport.all_reduce(whole, item.axis)
         finally:
             self.busy = False
+        self.executed.append(item)
+        return pending
 
     def _check(self, kind: str, nbytes: int, item: Collective) -> None:
         position = len(self.executed)
         expected = self._expected[position] if position < len(self._expected) else None
         same = expected is item or expected == item
         if same and kind == item.kind and nbytes == item.nbytes:
-            self.executed.append(item)
             return
         raise ImplicitCommError(
             f"Collective {position} is not the one that was predicted.",
@@ -195,7 +223,8 @@ def gather_items(group: Regroup, unit: str, reason: str) -> tuple[Collective, ..
     items = []
     nbytes = group.fine.nbytes
     for axis, size in zip(group.outer_first, reversed(group.stack[:-1]), strict=True):
-        items.append(Collective("all_gather", axis, (size - 1) * nbytes, unit, reason))
+        dtype = group.fine.dtype
+        items.append(Collective("all_gather", axis, (size - 1) * nbytes, unit, reason, dtype))
         nbytes *= size
     return tuple(items)
 
@@ -206,16 +235,24 @@ def scatter_items(group: Regroup, unit: str, reason: str) -> tuple[Collective, .
     nbytes = group.fine.nbytes * group.parts
     for axis, size in zip(reversed(group.outer_first), group.stack[:-1], strict=True):
         nbytes //= size
-        items.append(Collective("reduce_scatter", axis, (size - 1) * nbytes, unit, reason))
+        dtype = group.fine.dtype
+        items.append(Collective("reduce_scatter", axis, (size - 1) * nbytes, unit, reason, dtype))
     return tuple(items)
 
 
 def reduce_items(
-    nbytes: int, axes: Sequence[str], mesh: Mesh, unit: str, reason: str
+    layout: Layout, axes: Sequence[str], mesh: Mesh, unit: str, reason: str
 ) -> tuple[Collective, ...]:
     """All-reduces of one buffer over several axes: innermost first."""
     return tuple(
-        Collective("all_reduce", axis, all_reduce_bytes(nbytes, mesh[axis]), unit, reason)
+        Collective(
+            "all_reduce",
+            axis,
+            all_reduce_bytes(layout.nbytes, mesh[axis]),
+            unit,
+            reason,
+            layout.dtype,
+        )
         for axis in reversed(axes)
     )
 
@@ -253,7 +290,7 @@ def packed_items(
 ) -> tuple[Collective, ...]:
     """The collectives of one packed reduction of `count` float64 scalars: innermost axis first."""
     return tuple(
-        Collective("all_gather", axis, (mesh[axis] - 1) * 8 * count, "", reason)
+        Collective("all_gather", axis, (mesh[axis] - 1) * 8 * count, "", reason, torch.float64)
         for axis in reversed(axes)
     )
 

@@ -68,6 +68,11 @@ class Plan:
         made = dict.fromkeys(edit.by or edit.kind for edit in self.edits)
         return f"Plan({', '.join([repr(self.mesh), f'{len(self.infos)} parameters', *made])})"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Make IPython and hypothesis print `repr`; for dataclasses they would list all fields."""
+        del cycle
+        printer.text(repr(self))
+
     def __str__(self) -> str:
         return describe(self.derived)
 

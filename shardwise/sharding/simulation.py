@@ -46,7 +46,6 @@ class _Rank:
     rng: Tensor | None = None
     finished: bool = False
     value: Any = None
-    error: BaseException | None = None
     turn: threading.Event = field(default_factory=threading.Event)
 
 
@@ -96,9 +95,15 @@ class World:
             thread.join()
         torch.set_rng_state(outside)
         self._rng = [rank.rng for rank in self._ranks]
-        if self._failed is not None:
-            raise self._failed
-        return [rank.value for rank in self._ranks]
+        values = [rank.value for rank in self._ranks]
+        failed, self._failed = self._failed, None
+        self._ranks = []
+        try:
+            if failed is not None:
+                raise failed
+            return values
+        finally:
+            del failed  # its traceback holds this frame
 
     def exchange(
         self,
@@ -131,7 +136,6 @@ class World:
         except _Stopped:
             pass
         except BaseException as error:
-            me.error = error
             self._failed = self._failed or error
         me.finished = True
         me.rng = torch.get_rng_state()

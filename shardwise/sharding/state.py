@@ -9,129 +9,25 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from shardwise.sharding.buckets import Bucket
-from shardwise.sharding.errors import DonatedStateError, StateError, nearest, summarise
+from shardwise.sharding.errors import DonatedStateError
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.placements import as_dtensor
+from shardwise.sharding.leaves import (
+    Flats,
+    Home,
+    Leaves,
+    fill_layout,
+    master_layouts,
+    param_layouts,
+)
+from shardwise.sharding.opt_state import by_group, by_path
 from shardwise.sharding.pytree import NAMESPACE, register, tree_leaves, tree_map
-from shardwise.sharding.spec import Spec, local_range
-
-Flats = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Home:
-    """What turns flat buckets into named leaves on one rank: specs, layouts, a place in the mesh.
-
-    Args:
-        buckets: all buckets, in order.
-        specs: home name (`params`, `grads`, `opt`) to path to spec.
-        aliases: other names of tied parameters, to the path that holds them.
-        mesh: the mesh of the plan.
-        rank: this rank.
-        device_mesh: torch's view of the mesh, for DTensor leaves.
-    """
-
-    buckets: tuple[Bucket, ...]
-    specs: Mapping[str, Mapping[str, Spec]]
-    aliases: Mapping[str, str]
-    mesh: Mesh
-    rank: int
-    device_mesh: DeviceMesh
-
-    def leaf(self, flat: Tensor, layout: Layout, path: str, home: str) -> DTensor:
-        """One parameter-shaped leaf as a DTensor over a view of its bucket."""
-        entry = layout.by_path[path]
-        spec = self.specs[home][path]
-        local = entry.view(flat)
-        if layout.axes:
-            coords = self.mesh.coords(self.rank)
-            start, stop = local_range(spec, entry.shape, self.mesh, coords, entry.dim)
-            local = local.narrow(entry.dim, 0, stop - start)
-        return as_dtensor(local, spec, self.mesh, entry.shape, self.device_mesh)
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """What two programs must have in common to exchange flat buckets."""
-        layouts = [(b.name, b.params, b.landing, b.opt, b.has_master) for b in self.buckets]
-        return (self.mesh, self.rank, *layouts)
-
-    def check(self, other: Home, what: str) -> None:
-        """Refuse buckets of another program, whose bytes would be read as other parameters.
-
-        Raises:
-            StateError: the layouts differ.
-        """
-        if other is self or other.form == self.form:
-            return
-        raise StateError(
-            f"This {what} belongs to another program: its buckets are laid out differently.",
-            where=f"the {what} that was passed in",
-            facts=[
-                f"has {other.mesh!r}, rank {other.rank}, {len(other.buckets)} buckets",
-                f"needs {self.mesh!r}, rank {self.rank}, {len(self.buckets)} buckets",
-            ],
-            why="A program reads flat buckets; another plan puts other elements in their places.",
-            fix="use what this program's init, step or grads returned",
-        )
-
-
-class Leaves(Mapping[str, DTensor]):
-    """Named DTensor leaves over flat buckets, made on demand; nothing is copied."""
-
-    def __init__(
-        self,
-        home: Home,
-        name: str,
-        layouts: Mapping[str, tuple[Layout, Bucket]],
-        flats: Callable[[], Mapping[str, Tensor]],
-    ) -> None:
-        self.home = home
-        self.name = name
-        self._layouts = layouts
-        self._flats = flats
-
-    def __getitem__(self, path: str) -> DTensor:
-        found = self._layouts.get(self.home.aliases.get(path, path))
-        if found is None:
-            raise KeyError(f"{self.name} has no leaf {path!r}; {nearest(path, self._layouts)}")
-        layout, bucket = found
-        path = self.home.aliases.get(path, path)
-        return self.home.leaf(self._flats()[bucket.name], layout, path, self.name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layouts)
-
-    def __len__(self) -> int:
-        return len(self._layouts)
-
-    def __repr__(self) -> str:
-        return f"Leaves({self.name}, {len(self)} leaves)"
-
-
-def param_layouts(home: Home) -> dict[str, tuple[Layout, Bucket]]:
-    """Path -> (layout, bucket) of the `params` home."""
-    return {path: (b.params, b) for b in home.buckets for path in b.paths}
-
-
-def opt_layouts(home: Home) -> dict[str, tuple[Layout, Bucket]]:
-    """Path -> (layout, bucket) of the `opt` home; trainable parameters only."""
-    return {path: (b.opt, b) for b in home.buckets if b.opt for path in b.paths}
-
-
-def landing_layouts(home: Home) -> dict[str, tuple[Layout, Bucket]]:
-    """Path -> (layout, bucket) of landed gradients; trainable parameters only."""
-    return {path: (b.landing, b) for b in home.buckets if b.landing for path in b.paths}
 
 
 @dataclass
@@ -179,6 +75,7 @@ class State:
                 where=self.life.consumed_by,
                 why="step(state, batch) reuses the memory of the state it is given.",
                 fix="use the state that step returned, or call step(..., donate=False)",
+                consumed_by=self.life.consumed_by,
             )
         return self
 
@@ -201,7 +98,7 @@ class State:
         self._alive()
         if self.loose is not None:
             return self.loose.master
-        layouts = {p: found for p, found in opt_layouts(self.home).items() if found[1].has_master}
+        layouts = master_layouts(self.home)
         return Leaves(self.home, "opt", layouts, lambda: self._alive().masters)
 
     @property
@@ -210,12 +107,7 @@ class State:
         self._alive()
         if self.loose is not None:
             return self.loose.opt
-        layouts = opt_layouts(self.home)
-        return map_groups(
-            self.opt_flats,
-            self.home,
-            lambda group: Leaves(self.home, "opt", layouts, lambda: self._alive() and group),
-        )
+        return by_path(self.opt_flats, self.home, lambda values: self._alive() and values)
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
@@ -272,59 +164,6 @@ class State:
         )
 
 
-def map_groups(tree: Any, home: Home, replace: Callable[[Flats], Any]) -> Any:
-    """Replace every dict over trainable buckets inside an optimizer state."""
-    names = {bucket.name for bucket in home.buckets if bucket.opt}
-
-    def is_group(value: Any) -> bool:
-        return isinstance(value, dict) and bool(names) and value.keys() == names
-
-    return tree_map(
-        lambda value: replace(value) if is_group(value) else value, tree, is_leaf=is_group
-    )
-
-
-def groups_of(tree: Any, home: Home) -> list[Flats]:
-    """Every dict over trainable buckets inside an optimizer state, in order."""
-    found: list[Flats] = []
-
-    def note(group: Flats) -> Flats:
-        found.append(group)
-        return group
-
-    map_groups(tree, home, note)
-    return found
-
-
-def fill_layout(target: Tensor, layout: Layout, leaves: Mapping[str, Any], home: Home) -> None:
-    """Copy leaves (DTensors in the home's spec, or local blocks) into a flat buffer."""
-    faults = []
-    coords = home.mesh.coords(home.rank)
-    for entry in layout.entries:
-        value = leaves[entry.path]
-        local = value.to_local() if isinstance(value, DTensor) else value
-        slot = entry.view(target)
-        if layout.axes:
-            parts = home.mesh.product(layout.axes)
-            place = home.mesh.index(layout.axes, coords)
-            rows = -(-entry.shape[entry.dim] // parts)
-            count = max(0, min(rows, entry.shape[entry.dim] - place * rows))
-            slot = slot.narrow(entry.dim, 0, count)
-        if not isinstance(local, Tensor) or local.shape != slot.shape:
-            got = tuple(local.shape) if isinstance(local, Tensor) else type(local).__name__
-            faults.append(f"{entry.path}: has {got}, needs {tuple(slot.shape)} on rank {home.rank}")
-        else:
-            slot.copy_(local)
-    if faults:
-        raise StateError(
-            f"{len(faults)} leaves of the state do not have the program's local shapes.",
-            facts=summarise(faults),
-            why="step takes any state of the program's structure.",
-            fix="map leaves to tensors of the same shape",
-            faults=len(faults),
-        )
-
-
 def adopt(state: State) -> State:
     """Bring a state that was built leaf by leaf back into flat buckets; one copy of each leaf.
 
@@ -338,7 +177,6 @@ def adopt(state: State) -> State:
     home = state.home
     flats: Flats = {}
     masters: Flats = {}
-    by_name = {bucket.name: bucket for bucket in home.buckets}
 
     def flat(layout: Layout, leaves: Mapping[str, Any]) -> Tensor:
         device = home.device_mesh.device_type
@@ -350,24 +188,11 @@ def adopt(state: State) -> State:
         flats[bucket.name] = flat(bucket.params, loose.params)
         if bucket.has_master and bucket.opt:
             masters[bucket.name] = flat(bucket.opt, loose.master)
-    paths = opt_layouts(home).keys()
-
-    def is_group(value: Any) -> bool:
-        return isinstance(value, dict) and bool(paths) and value.keys() == paths
-
-    def rebuild(value: Any) -> Any:
-        if not is_group(value):
-            return value
-        names = [bucket.name for bucket in home.buckets if bucket.opt]
-        first = next(iter(value.values()))
-        layouts = {n: by_name[n].opt for n in names}
-        return {n: flat(layout.cast(first.dtype), value) for n, layout in layouts.items() if layout}
-
     return replace(
         state,
         flats=flats,
         masters=masters,
-        opt_flats=tree_map(rebuild, loose.opt, is_leaf=is_group),
+        opt_flats=by_group(loose.opt, home),
         buffer_values=dict(loose.buffers),
         loose=None,
     )

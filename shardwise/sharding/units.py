@@ -23,6 +23,7 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from shardwise.sharding.axes import Axes
 from shardwise.sharding.errors import PlanError
@@ -69,10 +70,22 @@ def param_infos(module: nn.Module) -> tuple[ParamInfo, ...]:
         if known is not None:
             infos[id(param)] = replace(known, aliases=(*known.aliases, path))
             continue
+        if isinstance(param, UninitializedParameter):
+            raise _lazy(path)
         dtype = dtype_name(param.dtype)
         axes = Axes.anonymous(param.ndim)
         infos[id(param)] = ParamInfo(path, tuple(param.shape), dtype, param.requires_grad, axes)
     return tuple(infos.values())
+
+
+def _lazy(path: str) -> PlanError:
+    return PlanError(
+        f"Parameter {path!r} has no shape yet.",
+        where=f"parameter {path}",
+        why="A plan lays out shapes; those of lazy modules are known after their first forward.",
+        fix="run the module once on a small input, or build it with all sizes (nn.Linear)",
+        path=path,
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

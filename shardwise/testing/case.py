@@ -91,7 +91,7 @@ def make_case(
     return Case(
         plan=on_mesh(plan, mesh or plan.base.mesh, cast),
         loss_fn=loss_fn,
-        batches=tuple(_cast(batch, dtype) for batch in batches),
+        batches=tuple(cast_floats(batch, dtype) for batch in batches),
         optimizer=optimizer,
         seed=seed,
     )
@@ -118,8 +118,10 @@ def whole(values: Mapping[str, Any]) -> Tensors:
     return {path: value.detach().clone() for path, value in to_global(values).items()}
 
 
-def _cast(batch: Any, dtype: torch.dtype) -> Any:
+def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
+    """A pytree with its floating tensors in another dtype."""
+
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return optree.tree_map(cast, batch)
+    return optree.tree_map(cast, tree)

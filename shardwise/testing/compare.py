@@ -16,6 +16,7 @@ from shardwise.sharding.plan import Plan
 _LAW_1 = 1e-9
 _SAFETY = 16.0
 _FLOOR = 1e-3
+_NO_NOISE: Mapping[str, float] = {}
 
 
 class EquivalenceError(ShardwiseError, AssertionError):
@@ -61,9 +62,22 @@ class Judge:
         self.same_tensors(what, named_leaves(ours), named_leaves(theirs), step=step)
 
     def same_tensors(
-        self, what: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], *, step: int
+        self,
+        what: str,
+        ours: Mapping[str, Any],
+        theirs: Mapping[str, Any],
+        *,
+        step: int,
+        noise: Mapping[str, float] = _NO_NOISE,
     ) -> None:
         """Compare tensors by name; names and shapes must be the same too.
+
+        Args:
+            what: the tensors, in words.
+            ours: those of the program.
+            theirs: those of the oracle.
+            step: number of the step.
+            noise: by how much the oracle is off by its own rounding, where that is known.
 
         Raises:
             EquivalenceError: law 1 is broken; names the worst tensor.
@@ -79,6 +93,7 @@ class Judge:
                 raise self.broken(1, f"{what} have another shape", name, step=step, **shapes)
             difference = _distance(ours[name], value)
             allowed = self.relative * max(_size(value), _FLOOR * largest)
+            allowed += _SAFETY * noise.get(name, 0.0)
             excess = difference / allowed if allowed else math.inf if difference else 0.0
             worst = max(worst, (excess, name, difference, allowed))
         excess, name, difference, allowed = worst
@@ -95,8 +110,7 @@ class Judge:
             where=path,
             facts=[*shown, repr(self.plan), *str(self.plan).splitlines()],
             why=_LAWS[law],
-            fix="batch statistics and dropout are outside of this law, and Adam needs eps=1e-4 if "
-            "a gradient is mathematically zero; otherwise report this plan: a fault of shardwise",
+            fix="; otherwise ".join(filter(None, (_FIXES.get(what.split(maxsplit=1)[0]), _REPORT))),
             law=law,
             step=step,
             path=path,
@@ -109,6 +123,34 @@ _LAWS = {
     3: "Collectives that run equal lowered.collectives().",
     6: "The same seed gives the same initial weights on any mesh.",
 }
+
+_LOSS = (
+    "a scalar loss is the mean over rows: return sw.Mean(total, count) for any other mean; rows "
+    "that see each other (batch statistics) and dropout are outside of this law"
+)
+_OPTIMIZER = (
+    "an optimizer of your own says what it couples, and its apply does what its update does; Adam "
+    "needs eps=1e-4 where a gradient is mathematically zero"
+)
+# By the first word of what is wrong.
+_FIXES = {
+    "losses": _LOSS,
+    "metrics": _LOSS,
+    "parameters": _OPTIMIZER,
+    "optimizer": _OPTIMIZER,
+    "initial": "draw in reset_parameters, from torch's own generator only",
+}
+_REPORT = "report this plan, it is a fault of shardwise"
+
+
+def distances(ours: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, float]:
+    """The largest difference of each tensor from the same one in a wider dtype.
+
+    >>> distances({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 2.5]).double()})
+    {'w': 0.5}
+    """
+    shared = ours.keys() & exact.keys()
+    return {name: _size(ours[name].detach().double() - exact[name].detach()) for name in shared}
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Toy:
     True
     """
 
-    width: int = 2
+    width: int = 3
     hidden: int = 1
     depth: int = 0
     vocab: int = 0

@@ -1,4 +1,4 @@
-"""Assertions on what a program's last call moved between ranks."""
+"""Assertions on what a program's last call moved between ranks, or a lowered step would move."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from typing import Any
 
 from shardwise.sharding.errors import ImplicitCommError
 from shardwise.sharding.movement import payload_bytes
+from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.program import Program
 
 
 def assert_comms(
-    program: Program,
+    program: Program | Lowering,
+    /,
     *,
     all_gather: int | None = None,
     reduce_scatter: int | None = None,
     all_reduce: int | None = None,
     max_bytes: int | None = None,
 ) -> None:
-    """Check the collectives that the last call of a program ran on this rank.
+    """Check what the last call of a program ran on this rank, or what a lowered step would run.
 
     Args:
-        program: after a `step`, `grads`, `update` or `eval`.
+        program: after a `step`, `grads`, `update` or `eval`; or what `lower` returned: a budget for
+            any number of ranks needs no job.
         all_gather: how many there must be; None: any number.
         reduce_scatter: likewise.
         all_reduce: likewise.
@@ -39,26 +42,29 @@ def assert_comms(
     ...     grads, metrics = program.grads(program.init(0), batch)
     >>> assert_comms(program, reduce_scatter=1, all_reduce=0, max_bytes=1_000)
     """
-    ran = program.last_collectives
-    counts = Counter(item.kind for item in ran)
+    if isinstance(program, Program):
+        items, verb = program.last_collectives, "ran"
+    else:
+        items, verb = program.collectives(), "would run"
+    counts = Counter(item.kind for item in items)
     wanted = {
         "all_gather": all_gather,
         "reduce_scatter": reduce_scatter,
         "all_reduce": all_reduce,
     }
     faults = [
-        f"{kind}: {counts[kind]} ran, {number} expected"
+        f"{kind}: {counts[kind]} {verb}, {number} expected"
         for kind, number in wanted.items()
         if number is not None and counts[kind] != number
     ]
-    nbytes = payload_bytes(ran)
+    nbytes = payload_bytes(items)
     if max_bytes is not None and nbytes > max_bytes:
         faults.append(f"payload: {nbytes:,} bytes, at most {max_bytes:,} expected")
     if faults:
         numbers: dict[str, Any] = {**counts, "nbytes": nbytes}
         raise CommsError(
-            "The last call moved something else than expected.",
-            facts=[*faults, *map(str, ran)],
+            "Other collectives than expected.",
+            facts=[*faults, *map(str, items)],
             why="Collectives are derived from the homes and the compute layouts of the plan.",
             fix="see plan.why(path) for the homes, or correct the expectation",
             **numbers,

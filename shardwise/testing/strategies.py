@@ -26,8 +26,9 @@ from shardwise.transforms import zero as homes
 
 _AXES = ("fsdp", "dp", "node")
 _SHAPES = ((1,), (2,), (3,), (4,), (1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (2, 1, 2), (2, 2, 2))
-# Not 1: of one channel a LayerNorm leaves nothing, and all gradients would be rounding noise.
-_WIDTHS = (2, 3, 5, 8)
+# Not 1 or 2: of so few channels a LayerNorm leaves nothing but signs, and all gradients behind it
+# would be rounding noise.
+_WIDTHS = (3, 4, 5, 8)
 _HIDDEN = (1, 2, 5, 12)
 _VOCABS = (0, 4, 7, 33)
 
@@ -47,6 +48,11 @@ class Move:
     def __repr__(self) -> str:
         options = [f"{key}={value!r}" for key, value in self.options]
         return f"sw.{self.call}({', '.join([*map(repr, self.args), *options])})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Make IPython and hypothesis print `repr`; for dataclasses they would list all fields."""
+        del cycle
+        printer.text(repr(self))
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,14 @@ class Training:
     def model(self) -> nn.Module:
         """A new module; its values do not matter, training starts from the seed."""
         return self.toy.build()
+
+    @property
+    def runs_units_once(self) -> bool:
+        """Whether no unit runs twice in one pass, as the bits of the split reference need."""
+        # A block with attention runs its norm twice, which matters once that norm is a unit.
+        norms_are_units = any("norm" in pattern for pattern in self.units or ())
+        twice = norms_are_units and "attention" in self.toy.features
+        return not twice and "twice" not in self.toy.features
 
     def plan(self, model: nn.Module) -> Plan:
         """The plan for a model that `model` has built."""
@@ -188,7 +202,36 @@ def moves(
         choices.append(
             st.builds(Move, st.just("keep_gathered"), st.tuples(st.sampled_from(["**", *units])))
         )
-    return tuple(draw(st.lists(st.one_of(choices), max_size=5)))
+    # Drawn one by one: the lengths of `st.lists` are mostly 0 and 1.
+    return tuple(draw(st.one_of(choices)) for _ in range(draw(st.integers(0, 5))))
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn,
+    model: nn.Module,
+    *,
+    max_ranks: int = 4,
+    units: Sequence[str] | None = None,
+) -> Plan:
+    """Plans for a model of yours; a failing one shrinks to the fewest ranks and transforms.
+
+    Args:
+        draw: given by hypothesis.
+        model: any module; never modified, and the module of every plan.
+        max_ranks: of the largest mesh; a test costs the work of all ranks.
+        units: as for `shardwise.plan`.
+
+    >>> from hypothesis import find
+    >>> find(plans(nn.Linear(3, 3)), lambda plan: True)
+    Plan(Mesh(fsdp=1), 2 parameters)
+    """
+    mesh = draw(meshes(max_ranks=max_ranks))
+    chosen = draw(moves(mesh, model, None if units is None else tuple(units)))
+    try:
+        return plan(model, mesh, *(move.transform() for move in chosen), units=units)
+    except PlanError:
+        reject()  # an uneven cut over several axes
 
 
 @st.composite

@@ -55,7 +55,7 @@ class Guide(Protocol):
         """Before the unit's forward; returns inputs to use instead, or None."""
         ...
 
-    def leave(self, unit: str, /, output: Any) -> Any:
+    def leave(self, unit: str, /, output: Any, inputs: Any = None) -> Any:
         """After the unit's forward; returns the output to use."""
         ...
 
@@ -98,14 +98,14 @@ class Stage:
         def enter_frozen(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return self.guide.enter(name, (args, kwargs))
 
-        def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            return self.guide.leave(name, output)
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            return self.guide.leave(name, output, (args, kwargs))
 
         if frozen:
             module.register_forward_pre_hook(enter_frozen, prepend=True, with_kwargs=True)
         else:
             module.register_forward_pre_hook(enter, prepend=True)
-        module.register_forward_hook(leave, prepend=True)
+        module.register_forward_hook(leave, prepend=True, with_kwargs=True)
 
 
 def _rebound(unit: str, path: str) -> UnitError:

@@ -54,17 +54,27 @@ class Leave(torch.autograd.Function):
     """The tensors that leave a unit, unchanged; backward refills the unit first."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, engine: Turns, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Alias by `detach`: it keeps the version counter, so in-place use stays checked."""
+    def forward(
+        ctx: Any, call: Call, engine: Turns, shared: Sequence[bool], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Alias by `detach`: it keeps the version counter, so in-place use stays checked.
+
+        What shares memory with another output or an input (`shared`) becomes a view instead: torch
+        refuses to write it, or what it shares with, in place. A change of one would be missing in
+        the gradient of the other.
+        """
         ctx.call, ctx.engine = call, engine
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        return tuple(
+            tensor.view_as(tensor) if alias else tensor.detach()
+            for tensor, alias in zip(tensors, shared, strict=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Refill, then let the gradients pass."""
         ctx.engine.on_leave_backward(ctx.call)
-        return (None, None, *grads)
+        return (None, None, None, *grads)
 
 
 class Close(torch.autograd.Function):
@@ -72,10 +82,10 @@ class Close(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Alias the inputs."""
+        """Views of the inputs, which torch refuses to write: the caller still holds the inputs."""
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

@@ -7,7 +7,8 @@ buffers are made once; a fill is one resize, one collective and one copy for the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ class BucketBuffers:
         self._mover = mover
         self._device = device
         self._flat: Tensor | None = None
+        self._source: Callable[[], Tensor | None] = lambda: None
         self._pending: Pending | None = None
         self._in_flight = 0
         self._same_dtype = bucket.params.dtype == bucket.compute.dtype
@@ -90,11 +92,15 @@ class BucketBuffers:
 
     def load(self, flat: Tensor) -> None:
         """Take the resting shard that the next fills read."""
-        if self._flat is flat:
-            return
         self._flat = flat
-        if self.bucket.in_place:
-            self.views = [entry.view(flat) for entry in self.bucket.params.entries]
+        if self.bucket.in_place and self._source() is not flat:
+            # Neither the views nor this keep a state alive: the views go when it goes.
+            self._source = weakref.ref(flat, self._forget)
+            self.views = [entry.view(flat.data) for entry in self.bucket.params.entries]
+
+    def _forget(self, source: weakref.ref[Tensor]) -> None:
+        if source is self._source:
+            self.views = []
 
     def start(self, items: Sequence[Collective]) -> None:
         """Begin to gather; `finish` or `drop` must follow.
@@ -143,8 +149,10 @@ class BucketBuffers:
             self._full.give_back()
 
     def reset(self) -> None:
-        """Free everything after a failure."""
+        """Free everything, whatever the state; what is in flight must not write freed memory."""
+        finish(self._pending)
         self._pending = None
+        self._flat = None
         self._in_flight = 0
         for storage in (self._full, self._stack, self._send):
             if storage is not None:

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.sharding.compat import TorchDispatchMode
+from shardwise.sharding.compat import FakeTensor, TorchDispatchMode
 from shardwise.sharding.errors import ImplicitCommError, UnitError
 from shardwise.sharding.movement import Mover
-from shardwise.transforms.unit_runtime import UnitRuntime
+from shardwise.transforms.unit_runtime import UnitRuntime, place
 
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
 
-class _NoOtherCollectives(TorchDispatchMode):
-    """Refuses collectives that do not go through the mover."""
+class _OnlyOurs(TorchDispatchMode):
+    """Refuses collectives that do not go through the mover, and what a trace has left behind."""
 
     def __init__(self, mover: Mover) -> None:
         super().__init__()
@@ -27,7 +27,9 @@ class _NoOtherCollectives(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Look at the namespace of every operation."""
+        """Look at the namespace and the arguments of every operation."""
+        if any(isinstance(arg, FakeTensor) for arg in _tensors(args)):
+            raise _from_the_trace(str(func))
         if func.namespace in _COLLECTIVE_NAMESPACES and not self._mover.busy:
             nbytes = sum(arg.nbytes for arg in _tensors(args))
             raise ImplicitCommError(
@@ -39,6 +41,17 @@ class _NoOtherCollectives(TorchDispatchMode):
                 nbytes=nbytes,
             )
         return func(*args, **(kwargs or {}))
+
+
+def _from_the_trace(operation: str) -> UnitError:
+    return UnitError(
+        "A tensor without values, from the trace of the first pass, came into a step.",
+        where=f"{operation}, in loss_fn or a module it runs",
+        why="The first pass runs your code on fake tensors. What a function keeps for later, by "
+        "functools.cache or in a global, is then fake.",
+        fix="clear that cache (function.cache_clear()) and call the function once with real "
+        "values before lower(), or let the module keep what it computes",
+    )
 
 
 def _tensors(args: Any) -> Iterator[Tensor]:
@@ -59,7 +72,7 @@ class _Saved:
 
 def _pack(units: Mapping[str, UnitRuntime]) -> Any:
     def pack(tensor: Tensor) -> Any:
-        pointer = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+        pointer = place(tensor)
         for unit in units.values():
             if pointer and pointer in unit.storage_pointers:
                 return _Saved(tensor.detach(), unit.name)
@@ -123,5 +136,5 @@ def checked(units: Mapping[str, UnitRuntime], mover: Mover, *, enabled: bool) ->
         yield
         return
     hooks = torch.autograd.graph.saved_tensors_hooks(_pack(units), _unpack)
-    with hooks, _NoOtherCollectives(mover):
+    with hooks, _OnlyOurs(mover):
         yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardwise.sharding.errors import OrderError, UnitError
 from shardwise.transforms.order import Walk
 
@@ -116,4 +118,26 @@ def left_out(unit: str) -> OrderError:
         why="Every unit reduces its gradients in the reverse of the forward order.",
         fix="report this with the model: it is a fault of shardwise",
         unit=unit,
+    )
+
+
+def explained(error: Exception, notes: Sequence[str]) -> Exception:
+    """The same failure with what is known beside it, or what a text of torch's means here."""
+    if isinstance(error, OrderError):
+        error.facts = (*error.facts, *notes)
+    if isinstance(error, RuntimeError) and "out of bounds for storage of size 0" in str(error):
+        known = emptied()
+        known.__cause__ = error
+        return known
+    return error
+
+
+def emptied() -> UnitError:
+    """A weight that is used after its unit has given its memory back."""
+    return UnitError(
+        "Backward needs a weight that is not gathered.",
+        where="a tensor that left its unit by a side door: an attribute, a global, or a hook",
+        why="A unit is gathered again when backward reaches the outputs it returned; a tensor "
+        "that left otherwise reaches its operations too early.",
+        fix="return the tensor from the unit's forward; bind(debug=True) names the unit",
     )

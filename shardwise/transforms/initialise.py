@@ -12,9 +12,9 @@ from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.compat import copy_all
 from shardwise.sharding.errors import InitError, summarise
 from shardwise.sharding.layout import Layout, Regroup, make_layout
+from shardwise.sharding.leaves import Flats
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.movement import Transport
-from shardwise.sharding.state import Flats
 from shardwise.sharding.units import ParamInfo
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,10 @@ from shardwise.sharding.pytree import tree_leaves
 class Mean:
     """A sum and how many elements it sums: the exact mean over all ranks is sum / sum.
 
+    The totals of the ranks are added, so a term that does not depend on the batch, such as the
+    square of the weights, counts once per rank: give it the weight of this rank's elements,
+    `total + count * penalty`, or use `weight_decay` of the optimizer.
+
     Args:
         total: scalar tensor, the sum over this rank's elements.
         count: number of those elements (a number or a scalar tensor).
@@ -30,14 +35,24 @@ class Mean:
     count: Tensor | float
 
     @staticmethod
-    def of_tokens(loss: Tensor, labels: Tensor, ignore: int = -100) -> Mean:
+    def of_tokens(loss: Tensor, labels: Tensor, ignore: int = -100, *, shift: bool = False) -> Mean:
         """From a mean over the labels that are not `ignore`, as cross entropy returns it.
+
+        Args:
+            loss: the mean over this rank's labels.
+            labels: what was predicted, `[..., position]`.
+            ignore: marks labels that do not count.
+            shift: the model predicts the label of the next position, as the causal models of
+                transformers do with `labels=`; so the first position does not count.
 
         >>> mean = Mean.of_tokens(torch.tensor(2.0), torch.tensor([1, -100, 3]))
         >>> float(mean.total), float(mean.count)
         (4.0, 2.0)
+        >>> float(Mean.of_tokens(torch.tensor(2.0), torch.tensor([1, -100, 3]), shift=True).count)
+        1.0
         """
-        count = (labels != ignore).sum()
+        counted = labels[..., 1:] if shift else labels
+        count = (counted != ignore).sum()
         total = torch.where(count > 0, loss, loss.new_zeros(())) * count
         return Mean(total, count)
 
@@ -71,6 +86,7 @@ def parse_loss(result: Any, batch: Any) -> Loss:
         raise _not_a_loss(f"{given or 'a Tensor'} {form}", shape=tuple(value.shape))
     weight = result.count if isinstance(result, Mean) else num_rows(batch)
     count = torch.as_tensor(weight, dtype=torch.float64, device=value.device)
+    count = torch.where(count >= 0, count, torch.nan)  # else the other ranks' counts could hide it
     if count.ndim:
         shape = tuple(count.shape)
         raise _not_a_loss(f"a Mean whose count has shape {shape}", shape=shape)
@@ -94,6 +110,24 @@ def no_gradient(num_trainable: int) -> LossError:
         why="A step without a gradient would leave all parameters as they are and say nothing.",
         fix="look for torch.no_grad(), .detach() or .item() between the model and the loss",
         num_trainable=num_trainable,
+    )
+
+
+def bad_count(count: float) -> BatchError:
+    """The error for counts of the ranks that do not add up to a number of elements."""
+    found = "no elements" if count == 0 else "no countable number of elements"
+    return BatchError(
+        f"The global batch has {found} to average over.",
+        where="program.step(state, batch)",
+        facts=[
+            f"The counts of all ranks add up to {count:g}"
+            + ("; one of them is NaN or negative." if math.isnan(count) else ".")
+        ],
+        why="The loss is a sum over elements divided by their number.",
+        fix="give some rank an element that counts"
+        if count == 0
+        else "look for an infinite, negative or NaN count in sw.Mean(total, count)",
+        count=count,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardwise.optim.base import GradientTransform
+from shardwise.optim.base import GradientTransform, parts_of
 from shardwise.sharding.buckets import make_buckets
 from shardwise.sharding.errors import LowerError, strict_keywords
 from shardwise.sharding.functional import make_template
@@ -93,7 +93,8 @@ def lower(
         module: the module, for a plan that was read from JSON.
 
     Raises:
-        LowerError: the module is missing or another one, or the optimizer cannot work on shards.
+        LowerError: the module is missing or another one, or the optimizer is none of ours.
+        PatternError: a pattern of the optimizer matches no trainable parameter.
     """
     module = module if module is not None else plan.module
     if module is None:
@@ -103,8 +104,9 @@ def lower(
             why="A plan that was read from JSON or a pickle is only data.",
             fix="lower(plan, loss_fn, optimizer, module=model)",
         )
-    _check_optimizer(optimizer, plan)
-    buckets = make_buckets(plan)
+    _check_optimizer(optimizer)
+    shapes = {info.path: info.shape for info in plan.infos if info.trainable}
+    buckets = make_buckets(plan, parts_of(optimizer, shapes))
     events = registration_order(plan, buckets)
     lowered = Lowered(plan, loss_fn, optimizer, module, buckets, events)
     if batch is None:
@@ -122,7 +124,7 @@ class _Nobody:
     def enter(self, unit: str, inputs: Any = None) -> Any:
         """Nothing is bound."""
 
-    def leave(self, unit: str, output: Any) -> Any:
+    def leave(self, unit: str, output: Any, inputs: Any = None) -> Any:
         """Unchanged."""
         return output
 
@@ -131,7 +133,7 @@ class _Nobody:
         raise LowerError(f"Parameter {path!r} is read while nothing runs.")
 
 
-def _check_optimizer(optimizer: Any, plan: Plan) -> None:
+def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, GradientTransform):
         raise LowerError(
             f"The optimizer is a {type(optimizer).__name__}, not a gradient transform.",
@@ -139,14 +141,3 @@ def _check_optimizer(optimizer: Any, plan: Plan) -> None:
             why="An optimizer is a value without parameters; its state is made by program.init.",
             fix="sw.optim.adamw(3e-4) in the place of torch.optim.AdamW(model.parameters(), 3e-4)",
         )
-    if optimizer.couples != "element":
-        cut = [path for path, spec in plan.opt.items() if spec.mesh_axes]
-        if cut:
-            raise LowerError(
-                f"The optimizer couples a whole {optimizer.couples}, and {len(cut)} parameters "
-                "have a sharded opt home.",
-                facts=cut[:5],
-                why="On a shard it would compute something else than on the whole tensor.",
-                fix="sw.shard_optimizer(None) to replicate the optimizer, or adamw / sgd",
-                cut=len(cut),
-            )

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwise.optim.base import GradientTransform
 from shardwise.sharding.buckets import Bucket, Route, route
+from shardwise.sharding.functional import refuse_written_views
 from shardwise.sharding.movement import Collective, packed_items
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.redistribute import route_items
@@ -20,6 +21,7 @@ from shardwise.transforms.order import (
     registration_order,
     stays_open,
 )
+from shardwise.transforms.stepping import Stepping, make_stepping
 from shardwise.transforms.trace import LossFunction, Trace, complete
 
 FIXED_SCALARS = 3
@@ -33,7 +35,7 @@ class Lowering:
     Args:
         plan: the layouts.
         loss_fn: `loss_fn(model, batch)`.
-        optimizer: any gradient transform that works element by element.
+        optimizer: any gradient transform.
         module: the user's module.
         buckets: by unit name.
         events: the order of units, from a trace or from the order of registration.
@@ -118,6 +120,11 @@ class Lowering:
         return packed_items(len(members), axes, mesh, "norm")
 
     @cached_property
+    def stepping(self) -> Stepping:
+        """How the optimizer steps the groups of all buckets."""
+        return make_stepping(self.optimizer, self.all_buckets, self.plan.mesh)
+
+    @cached_property
     def routes(self) -> dict[str, tuple[Route, Route, Route]]:
         """Per trainable bucket: landed gradient -> opt, params -> opt, opt -> params."""
         mesh = self.plan.mesh
@@ -133,8 +140,7 @@ class Lowering:
     @cached_property
     def pass_items(self) -> tuple[Collective, ...]:
         """Collectives of a forward and backward pass and of the buffers after it."""
-        schedule = self.schedule
-        return schedule.forward_items + schedule.backward_items + self.buffer_items
+        return self.schedule.items + self.buffer_items
 
     @cached_property
     def grads_items(self) -> tuple[Collective, ...]:
@@ -148,7 +154,7 @@ class Lowering:
         for bucket in self.all_buckets:
             if bucket.name in self.routes:
                 items += route_items(self.routes[bucket.name][0], bucket.unit, "update")
-        items += self.norm_items
+        items += (*self.norm_items, *self.stepping.items)
         for bucket in self.all_buckets:
             if bucket.name in self.routes:
                 items += route_items(self.routes[bucket.name][2], bucket.unit, "update")
@@ -168,7 +174,12 @@ class Lowering:
         return self.grads_items + self.update_items
 
     def with_trace(self, seen: Trace, events: tuple[Event, ...]) -> Lowering:
-        """The same program in the order that a first pass has shown."""
+        """The same program in the order that a first pass has shown.
+
+        Raises:
+            LowerError: the pass has written a buffer that is a view of another.
+        """
+        refuse_written_views(self.module, seen.written)
         default = registration_order(self.plan, self.buckets)
         notes = (seen.note,) if seen.note else ()
         return replace(

@@ -12,6 +12,7 @@ the model's own and not counted.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from shardwise.sharding.pytree import tree_leaves
 from shardwise.sharding.transport import all_reduce_scratch_bytes, scratch_bytes
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.order import Action, Walk
+from shardwise.transforms.stepping import Stepping
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,9 @@ class Memory:
 def predict_memory(lowering: Lowering) -> Memory:
     """Rest bytes from the layouts, transient bytes from the liveness walk."""
     buckets = lowering.all_buckets
-    meta = {
-        b.name: torch.empty(b.opt.length, dtype=b.opt.dtype, device="meta")
-        for b in buckets
-        if b.opt
-    }
-    opt_leaves = tree_leaves(lowering.optimizer.init(meta))
+    opt_leaves = tree_leaves(lowering.stepping.form)
     opt_bytes = sum(leaf.nbytes for leaf in opt_leaves if isinstance(leaf, torch.Tensor))
-    per_element = _state_bytes_per_element(opt_leaves, meta)
+    per_element = _state_bytes_per_element(opt_leaves, buckets)
     grads = sum(b.landing.nbytes for b in buckets if b.landing)
     return Memory(
         params=sum(b.params.nbytes for b in buckets),
@@ -98,9 +95,9 @@ def _buffer_bytes(lowering: Lowering) -> int:
     return sum(buffer.nbytes for buffer in lowering.module.buffers())
 
 
-def _state_bytes_per_element(leaves: list[object], groups: dict[str, torch.Tensor]) -> int:
+def _state_bytes_per_element(leaves: list[object], buckets: Sequence[Bucket]) -> int:
     total = sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor) and t.ndim)
-    elements = sum(group.numel() for group in groups.values())
+    elements = sum(bucket.opt.length for bucket in buckets if bucket.opt)
     return total // elements if elements else 0
 
 
@@ -255,12 +252,28 @@ def _update_peak(lowering: Lowering) -> int:
             peak = max(peak, held + _route_bytes(grads))
         if params.cut and not bucket.has_master:
             held += bucket.opt.nbytes
+    peak = max(peak, held + _whole_bytes(lowering.stepping))
     for bucket in lowering.all_buckets:
         if bucket.name in lowering.routes and bucket.opt is not None:
             group = _group_bytes(bucket.opt) if "norm" in lowering.optimizer.needs else 0
             back = _route_bytes(lowering.routes[bucket.name][2])
             peak = max(peak, held + max(group, back))
     return max(peak, held)
+
+
+def _whole_bytes(stepping: Stepping) -> int:
+    """The largest call's whole tensors, the last of them with what its gather takes.
+
+    What a transform takes beside them is its own and not counted.
+    """
+    peak = 0
+    for call in stepping.calls:
+        held = 0
+        for group, route in stepping.gathers:
+            if group in call:
+                peak = max(peak, held + route.target.nbytes + _route_bytes(route))
+                held += route.target.nbytes
+    return peak
 
 
 def _group_bytes(group: Layout) -> int:

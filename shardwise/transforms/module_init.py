@@ -6,18 +6,22 @@ A rank runs the init of every module on whole tensors, in the order in which mod
 path of the module, so every mesh and every rank gets the same values bit for bit, and the peak is
 the shard and the largest module. Before init all values are NaN: what is NaN afterwards was not
 initialised by anybody and is reported by name.
+
+With a function of the user (`init=`) everything inside a unit is real at once, for such a function
+may look below the module it is called for: transformers scales the output projections of GPT-2 when
+it is called for the attention around them. The peak is then the shard and the largest unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.sharding.errors import InitError, summarise
+from shardwise.sharding.errors import InitError, UnitError, summarise
 from shardwise.sharding.functional import Placeholder, Template
 from shardwise.sharding.rng import key, keyed
 from shardwise.transforms.initialise import Shards
@@ -33,8 +37,17 @@ def init_from_seed(
     *,
     device: torch.device,
     init: InitModule | None,
+    units: Container[str] = (),
 ) -> None:
     """Run every module's init and keep this rank's blocks; fills meta buffers of the template.
+
+    Args:
+        template: modules with placeholders.
+        shards: takes the values.
+        seed: together with its path the key of a module's generator.
+        device: where values are made.
+        init: called for each module after its own.
+        units: modules that are real as a whole when there is an `init`.
 
     Raises:
         InitError: parameters or buffers that no init touched, by name.
@@ -42,10 +55,10 @@ def init_from_seed(
     missing: list[str] = []
     done: set[str] = set()
     filled: list[_Site] = []
-    for group in _groups(template.module):
+    for group in _groups(template.module, units if init else ()):
         sites = [s for s in group.sites("_parameters") if isinstance(s.value, Placeholder)]
         buffers = [s for s in group.sites("_buffers") if s.value.is_meta]
-        if not sites and not buffers and not _is_reset(group.module):
+        if not (sites or buffers or init or _is_reset(group.module)):
             continue
         real = {id(site.value): _unset_parameter(site.value, device) for site in sites}
         for site in sites:
@@ -109,18 +122,18 @@ def _is_reset(module: nn.Module) -> bool:
     return any(callable(getattr(module, name, None)) for name in _RESETS)
 
 
-def _groups(root: nn.Module, prefix: str = "") -> Iterator[_Group]:
+def _groups(root: nn.Module, units: Container[str], prefix: str = "") -> Iterator[_Group]:
     """The outermost modules that have an init of their own, and single modules around them.
 
-    Everything inside such a module is real while its init runs, as it is when it is built.
+    Everything inside such a module, or a unit, is real while its init runs, as when it is built.
     """
     children = list(root.named_children())
-    if _is_reset(root) or not children:
+    if _is_reset(root) or not children or (prefix and prefix in units):
         yield _Group(prefix, root, alone=False)
         return
     yield _Group(prefix, root, alone=True)
     for name, child in children:
-        yield from _groups(child, _join(prefix, name))
+        yield from _groups(child, units, _join(prefix, name))
 
 
 def _run(group: _Group, seed: int, device: torch.device, init: InitModule | None) -> None:
@@ -136,7 +149,24 @@ def _run(group: _Group, seed: int, device: torch.device, init: InitModule | None
                 reset()
                 break
         if init is not None:
-            init(group.module)
+            _run_own(init, group)
+
+
+def _run_own(init: InitModule, group: _Group) -> None:
+    try:
+        init(group.module)
+    except UnitError as error:
+        path, unit = error.numbers.get("path"), error.numbers.get("unit")
+        raise InitError(
+            f"init= uses the parameter {path!r} when it is called for a module outside its unit.",
+            where=f"init({type(group.module).__name__} {group.prefix or '(root)'!r})",
+            facts=f"unit {unit!r}",
+            why="Only the module itself and what is inside the same unit have values at a time, so "
+            "that no rank ever holds the whole model.",
+            fix="set that parameter when init is called for its own module",
+            path=path,
+            unit=unit,
+        ) from error
 
 
 def _unset_parameter(value: Placeholder, device: torch.device) -> nn.Parameter:

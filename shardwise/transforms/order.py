@@ -93,6 +93,11 @@ class Schedule:
     prefetch: int
 
     @property
+    def items(self) -> tuple[Collective, ...]:
+        """Collectives of both passes."""
+        return self.forward_items + self.backward_items
+
+    @property
     def forward_items(self) -> tuple[Collective, ...]:
         """Collectives of the forward pass, in the order in which they are issued."""
         return issue_order(self.forward, self.prefetch)
@@ -137,15 +142,10 @@ class Walk:
         self.position = index + 1
         if action.kind == "gather":
             self._met += 1
-            self.catch_up()
+            while self._started < min(self._met + self._prefetch, len(self._gathers)):
+                self._start(self._gathers[self._started])
+                self._started += 1
         return action
-
-    def catch_up(self) -> None:
-        """Issue the gathers that are due; one whose start has failed is issued again."""
-        due = self._met + self._prefetch if self._met else 0
-        while self._started < min(due, len(self._gathers)):
-            self._start(self._gathers[self._started])
-            self._started += 1
 
 
 def issue_order(actions: Sequence[Action], prefetch: int) -> tuple[Collective, ...]:
@@ -203,5 +203,5 @@ def _reduction(bucket: Bucket, mesh: Mesh, unit: str) -> tuple[Collective, ...]:
     if bucket.landing is None:
         return ()
     scatters = scatter_items(bucket.reduce, unit, "grads") if bucket.reduce else ()
-    sums = reduce_items(bucket.landing.nbytes, bucket.sum_axes, mesh, unit, "grads")
+    sums = reduce_items(bucket.landing, bucket.sum_axes, mesh, unit, "grads")
     return scatters + sums

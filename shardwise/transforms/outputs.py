@@ -1,4 +1,10 @@
-"""Walks what a unit returns, so that every tensor in it leaves the unit the same way."""
+"""Walks what a unit returns, so that every tensor in it leaves the unit the same way.
+
+[Note: caches]
+A cache of keys and values (transformers' `Cache` and its layers, known by `get_seq_length`) is the
+one kind of object that is changed in place: the model that passed it to its layers goes on with the
+same object, so a copy with other tensors would never be read.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.sharding.errors import UnitError
 from shardwise.sharding.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -19,7 +25,7 @@ def replace_tensors(output: Any, unit: str, replace: Replace) -> Any:
     """Rebuild `output` with `replace(tensors)` in the place of its tensors.
 
     Tensors, tuples, lists, dicts and their subclasses, named tuples and dataclasses (nested) are
-    walked.
+    walked; so are caches, see [Note: caches].
 
     Raises:
         UnitError: an object of another type holds tensors.
@@ -40,10 +46,17 @@ def _is_record(leaf: Any) -> bool:
     return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
 
 
+def _is_cache(leaf: Any) -> bool:
+    known = callable(getattr(leaf, "get_seq_length", None)) and hasattr(leaf, "__dict__")
+    return known and not isinstance(leaf, type | nn.Module)
+
+
 def _parts(leaf: Any) -> Mapping[str, Any] | None:
-    """What a dataclass or a subclass of dict holds, by name; transformers' outputs are both."""
+    """What a dataclass, a cache or a subclass of dict holds, by name; some outputs are both."""
     if isinstance(leaf, dict):
         return leaf
+    if _is_cache(leaf):
+        return vars(leaf)
     if _is_record(leaf):
         return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
     return None
@@ -63,20 +76,31 @@ def _tensors_of(leaf: Any, unit: str) -> list[Tensor]:
             "tensors.",
             where=f"forward of {unit or 'the root module'}",
             why="Each tensor that leaves a unit must pass through it on the way back; tensors, "
-            "tuples, lists, dicts and dataclasses are walked.",
+            "tuples, lists, dicts, dataclasses and caches of transformers are walked.",
             fix="return a tuple, a dict or a dataclass, or register the type with optree",
             unit=unit,
         )
     return []
 
 
-def _hides_tensors(leaf: Any) -> bool:
-    if isinstance(leaf, Mapping):
-        return any(isinstance(value, Tensor) for value in tree_leaves(list(leaf.values())))
-    held = getattr(leaf, "__dict__", None)
-    if not held or isinstance(leaf, type):
+def _hides_tensors(leaf: Any, depth: int = 3) -> bool:
+    """Whether there are tensors in it or in the objects it holds; objects may hold each other."""
+    if isinstance(leaf, Tensor):
+        return True
+    if not depth or isinstance(leaf, type | nn.Module):
         return False
-    return any(isinstance(value, Tensor) for value in tree_leaves(list(held.values())))
+    return any(_hides_tensors(value, depth - 1) for value in tree_leaves(_held(leaf)))
+
+
+def _held(leaf: Any) -> list[Any]:
+    """What an object that is no node of a tree holds: as a container, in slots or attributes."""
+    if isinstance(leaf, Mapping):
+        return list(leaf.values())
+    if isinstance(leaf, set | frozenset):
+        return list(leaf)
+    slots = [name for kind in type(leaf).__mro__ for name in kind.__dict__.get("__slots__", ())]
+    in_slots = [getattr(leaf, name, None) for name in slots]
+    return [*in_slots, *getattr(leaf, "__dict__", {}).values()]
 
 
 def _rebuild(leaf: Any, new: Any) -> Any:
@@ -85,11 +109,12 @@ def _rebuild(leaf: Any, new: Any) -> Any:
     parts = _parts(leaf)
     if parts is None:
         return leaf
-    rebuilt = copy.copy(leaf)
-    for name, part in parts.items():
+    in_place = not isinstance(leaf, dict) and _is_cache(leaf)
+    rebuilt = leaf if in_place else copy.copy(leaf)
+    for name, part in list(parts.items()):
         value = tree_map(lambda leaf: _rebuild(leaf, new), part)
         if isinstance(leaf, dict):
             dict.__setitem__(rebuilt, name, value)
-        if _is_record(leaf):
+        if in_place or _is_record(leaf):
             object.__setattr__(rebuilt, name, value)
     return rebuilt

@@ -122,13 +122,34 @@ class Program:
         """The loss and metrics in eval mode, without gradients; the state stays usable."""
         return _same(self._each(lambda r, s, b: r.evaluate(s, b), state, batch))
 
+    def agree(self, value: bool) -> bool:
+        """Whether `value` is true on every rank; one packed reduction.
+
+        Ranks that run out of batches at different times stop together, at the shortest::
+
+            batches = iter(loader)
+            while program.agree((batch := next(batches, None)) is not None):
+                state, metrics = program.step(state, batch)
+
+        or at the longest, where a rank that has run out passes no rows::
+
+            while not program.agree((batch := next(batches, None)) is None):
+                state, metrics = program.step(state, no_rows if batch is None else batch)
+
+        The loss must then be a `Mean`, which counts what is there. `eval` works the same way.
+
+        Args:
+            value: this rank's answer; lifted in a simulation if ranks differ.
+        """
+        return _same(self._each(lambda rank, value: rank.agree(bool(value)), value))
+
     def shard_batch(self, batch: Any) -> Any:
         """This rank's part of a global batch: dimension 0 of every tensor, in `plan.batch` order.
 
         Sizes may differ by one row between ranks. In a simulation: the parts of all ranks, lifted.
 
         Raises:
-            BatchError: tensors differ in rows, or there are fewer rows than parts.
+            BatchError: tensors differ in rows, there are fewer rows than parts, or no tensors.
         """
         parts = [_part(batch, rank.lowering, rank.mover.coords) for rank in self._ranks]
         return Lifted(parts) if self._world is not None else parts[0]
@@ -136,7 +157,9 @@ class Program:
     def _each(self, run: Callable[..., T], *args: Any) -> Any:
         """Call for this rank, or for all simulated ranks with their parts of lifted arguments."""
         if self._world is None:
-            return run(self._ranks[0], *args)
+            # What is made in inference mode could never be trained; new threads are not in it.
+            with torch.inference_mode(False):
+                return run(self._ranks[0], *args)
         lifted = [
             arg if isinstance(arg, Lifted) else Lifted([arg] * len(self._ranks)) for arg in args
         ]
@@ -149,8 +172,9 @@ def _unzip(pair: Any) -> tuple[Any, Any]:
     return (pair[0], pair[1])
 
 
-def _same(metrics: Any) -> Metrics:
-    return metrics.ranks[0] if isinstance(metrics, Lifted) else metrics
+def _same(result: Any) -> Any:
+    """What is equal on all ranks, once."""
+    return result.ranks[0] if isinstance(result, Lifted) else result
 
 
 def _part(batch: Any, lowering: Lowering, coords: dict[str, int]) -> Any:
@@ -159,6 +183,8 @@ def _part(batch: Any, lowering: Lowering, coords: dict[str, int]) -> Any:
     index = lowering.plan.mesh.index(axes, coords)
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     rows = {leaf.shape[0] for leaf in tensors}
+    if not rows and parts > 1:
+        raise _nothing_to_cut(batch, parts)
     if len(rows) > 1 or (rows and min(rows) < parts):
         raise BatchError(
             "The global batch cannot be cut into the parts of the ranks.",
@@ -180,6 +206,17 @@ def _part(batch: Any, lowering: Lowering, coords: dict[str, int]) -> Any:
     return tree_map(cut, batch)
 
 
+def _nothing_to_cut(batch: Any, parts: int) -> BatchError:
+    return BatchError(
+        f"The global batch, a {type(batch).__name__}, holds no tensor with rows to cut.",
+        where="program.shard_batch(batch)",
+        facts=f"parts: {parts}",
+        why="Tensors in tuples, lists and dicts are cut; every rank would get all of this batch.",
+        fix="pass a dict of tensors, or register the type of the batch with optree",
+        parts=parts,
+    )
+
+
 def bind(
     lowering: Lowering, *, device: torch.device | str | None = None, debug: bool = False
 ) -> Program:
@@ -189,9 +226,10 @@ def bind(
     where = torch.device(device) if device else _default_device(simulated=world is not None)
 
     def on(rank: int, transport: Transport, device_mesh: DeviceMesh) -> RankProgram:
-        return RankProgram(
-            lowering, rank, transport, device_mesh=device_mesh, device=where, debug=debug
-        )
+        with torch.inference_mode(False):
+            return RankProgram(
+                lowering, rank, transport, device_mesh=device_mesh, device=where, debug=debug
+            )
 
     if world is not None:
         _check_world(mesh, world.mesh.size, f"simulate({world.mesh!r})", world.mesh == mesh)

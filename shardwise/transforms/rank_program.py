@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,24 +14,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.sharding.errors import BatchError
 from shardwise.sharding.functional import make_template
 from shardwise.sharding.gradients import Grads
-from shardwise.sharding.movement import Mover, Transport, packed_sum
+from shardwise.sharding.leaves import Flats, Home
+from shardwise.sharding.movement import Mover, Transport, packed_items, packed_sum
 from shardwise.sharding.rng import key, keyed
-from shardwise.sharding.state import Home, Life, State, adopt
+from shardwise.sharding.state import Life, State, adopt
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import (
     average_buffers,
     bind_buffers,
+    check_shapes,
     find_buffers,
     read_buffers,
 )
 from shardwise.transforms.checks import checked, refuse_reentrant
+from shardwise.transforms.faults import explained
 from shardwise.transforms.initialise import FromModule, Shards, check_source, take_module
-from shardwise.transforms.loss import Loss, Mean, no_gradient, parse_loss
+from shardwise.transforms.loss import Loss, Mean, bad_count, no_gradient, parse_loss
 from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
 from shardwise.transforms.metrics import Metrics
 from shardwise.transforms.module_init import InitModule, init_from_seed
 from shardwise.transforms.runtime import Engine
-from shardwise.transforms.settle import agree_on_batch, raise_together, settle
+from shardwise.transforms.settle import Failure, agree_on_batch, raise_together, settle
+from shardwise.transforms.stepping import init_opt
 from shardwise.transforms.unit_runtime import UnitRuntime
 from shardwise.transforms.update import run_update
 
@@ -97,14 +102,17 @@ class RankProgram:
         shards = Shards(self.lowering.all_buckets, plan.mesh, self.mover.coords, self.device)
         seed = self._agree_seed(seed if seed is not None else source)
         bind_buffers(self.buffer_sites, self._buffers, tuple(self._buffers))
-        failure: Exception | None = None
+        failure = Failure()
         try:
             if isinstance(source, FromModule):
                 check_source(source, plan.infos, self._buffers)
             else:
-                init_from_seed(self.template, shards, seed, device=self.device, init=init)
+                names = {unit.name for unit in plan.units}
+                init_from_seed(
+                    self.template, shards, seed, device=self.device, init=init, units=names
+                )
         except Exception as error:
-            failure = error
+            failure = Failure(error)
         self._raise_together(failure, "init")
         buffers = read_buffers(self.buffer_sites)
         if isinstance(source, FromModule):
@@ -116,16 +124,11 @@ class RankProgram:
         buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         for buffer in buffers.values():
             self.mover.transport.broadcast(buffer)
-        groups = {
-            b.name: torch.empty(b.opt.length, dtype=b.opt.dtype, device=self.device)
-            for b in self.lowering.all_buckets
-            if b.opt
-        }
         return State(
             home=self.home,
             flats=shards.flats,
             masters=shards.masters,
-            opt_flats=self.lowering.optimizer.init(groups),
+            opt_flats=init_opt(self.lowering.stepping, self.mover.coords, self.device),
             buffer_values=buffers,
             seed=torch.tensor(seed, dtype=torch.int64),
             count=torch.zeros((), dtype=torch.int64),
@@ -147,9 +150,10 @@ class RankProgram:
         self.home.check(state.home, "state")
         state = adopt(state)
         self._settle(batch)
-        self.mover.begin(self.lowering.pass_items)
-        loss, landed, failure = self._passes(state, batch)
-        buffers = average_buffers(self.mover, self.lowering, read_buffers(self.buffer_sites))
+        self.mover.begin(self.lowering.schedule.items)
+        loss, landed, buffers, failure = self._passes(state, batch)
+        self.mover.expect(self.lowering.buffer_items)
+        buffers = average_buffers(self.mover, self.lowering, buffers)
         values = self._reduce_scalars(loss, failure, self.lowering.trainable)
         flags = values[FIXED_SCALARS : FIXED_SCALARS + len(self.lowering.trainable)].tolist()
         used = frozenset(p for p, f in zip(self.lowering.trainable, flags, strict=True) if f > 0)
@@ -163,7 +167,7 @@ class RankProgram:
 
     def _passes(
         self, state: State, batch: Any
-    ) -> tuple[Loss | None, dict[str, Tensor], BaseException | None]:
+    ) -> tuple[Loss | None, Flats, dict[str, Tensor], Failure]:
         """Forward and backward; after a failure here this rank still joins every collective."""
         engine = self.engine
         enabled, self._checked = self._debug or not self._checked, True
@@ -179,10 +183,18 @@ class RankProgram:
                 if enabled:
                     refuse_reentrant(loss.total)
                 landed = engine.backward(engine.end_forward(loss.total))
+            buffers = read_buffers(self.buffer_sites)
+            check_shapes(buffers, self.lowering)
         except Exception as error:
-            engine.abort()
-            return None, {}, error
-        return loss, landed, None
+            self._abort()
+            failure = Failure(explained(error, self.lowering.notes))
+            return None, {}, state.buffer_values, failure
+        return loss, landed, buffers, Failure()
+
+    def _abort(self) -> None:
+        """Forget a pass that has failed here, and take part in what the others still do in it."""
+        self.engine.close()
+        self.mover.finish_with_zeros(self.device)
 
     def _loss(self, batch: Any) -> Loss:
         return parse_loss(self.lowering.loss_fn(self.template.module, batch), batch)
@@ -221,7 +233,7 @@ class RankProgram:
         self.mover.begin(self.lowering.schedule.forward_items)
         self.stage.set_training(False)
         bind_buffers(self.buffer_sites, state.buffer_values, tuple(state.buffer_values))
-        failure: BaseException | None = None
+        failure = Failure()
         loss: Loss | None = None
         try:
             with keyed(key(int(state.seed), "eval"), self.device), torch.no_grad():
@@ -229,9 +241,19 @@ class RankProgram:
                 loss = self._loss(batch)
                 self.engine.end_forward(loss.total)
         except Exception as error:
-            failure = error
-            self.engine.abort()
+            failure = Failure(explained(error, self.lowering.notes))
+            self._abort()
         return self._metrics(self._reduce_scalars(loss, failure, ()), FIXED_SCALARS)
+
+    def agree(self, value: bool) -> bool:
+        """Whether every rank says so."""
+        mesh = self.mover.mesh
+        items = packed_items(1, [axis for axis in mesh.names if mesh[axis] > 1], mesh, "agree")
+        self.mover.begin(items)
+        noes = torch.tensor([0.0 if value else 1.0], dtype=torch.float64, device=self.device)
+        noes = packed_sum(self.mover, noes, items)
+        self.mover.end()
+        return not noes.item()
 
     def _settle(self, batch: Any) -> None:
         """Once: agree with the other ranks, and lower in the order that a trace has shown."""
@@ -259,18 +281,18 @@ class RankProgram:
     # -- scalars ----------------------------------------------------------------------------
 
     def _reduce_scalars(
-        self, loss: Loss | None, failure: BaseException | None, flags: tuple[str, ...]
+        self, loss: Loss | None, failure: Failure, flags: tuple[str, ...]
     ) -> Tensor:
         """ONE packed reduction of loss, count, failure, used flags and auxiliary metrics.
 
         Raises:
             RankError: some rank has failed; on every rank.
-            BatchError: no rank had anything to average.
+            BatchError: there is nothing to average, or counts are no numbers of elements.
         """
         if self.lowering.aux is None:
             self._learn_aux(loss, failure)
         elif loss and tuple(loss.aux) != self.lowering.aux:
-            loss, failure = None, changed_metrics(tuple(loss.aux), self.lowering.aux)
+            loss, failure = None, Failure(changed_metrics(tuple(loss.aux), self.lowering.aux))
         used = self.engine.used
         plain = [0.0 if loss else 1.0, *(float(path in used) for path in flags)]
         means = [Mean(loss.total, loss.count), *loss.aux.values()] if loss else []
@@ -282,23 +304,24 @@ class RankProgram:
         _, count, failed = values[:FIXED_SCALARS].tolist()
         if failed:
             self._raise_together(failure)
-        if count == 0:
-            raise _nothing_to_average()
+        if not 0 < count < math.inf:
+            raise bad_count(count)
         return values
 
-    def _learn_aux(self, loss: Loss | None, failure: BaseException | None) -> None:
+    def _learn_aux(self, loss: Loss | None, failure: Failure) -> None:
         """Agree on the names of metrics that no trace could show."""
         names = tuple(loss.aux) if loss else None
         told = self.mover.transport.gather_objects(names)
         known = [one for one in told if one is not None]
         if not known or any(one != known[0] for one in known):
-            self._raise_together(failure or _other_metrics(told))
+            self._raise_together(failure if str(failure) else Failure(_other_metrics(told)))
         self.lowering = replace(self.lowering, aux=known[0])
 
-    def _raise_together(self, failure: BaseException | None, doing: str = "the step") -> None:
-        text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
-        told = self.mover.transport.gather_objects(text)
-        raise_together(told, failure, doing)
+    def _raise_together(self, failure: Failure, doing: str = "the step") -> None:
+        try:
+            raise_together(self.mover.transport.gather_objects(str(failure)), failure, doing)
+        finally:
+            failure.take()  # also where a simulated peer has ended this rank
 
     def _metrics(self, values: Tensor, offset: int) -> Metrics:
         aux = {
@@ -334,17 +357,6 @@ def pack_scalars(
     parts = [torch.as_tensor(p, device=device).detach().double().reshape(1) for p in scalars]
     flags = torch.tensor(plain, dtype=torch.float64).to(device)
     return torch.cat([*parts[:2], flags, *parts[2:]])
-
-
-def _nothing_to_average() -> BatchError:
-    return BatchError(
-        "The global batch has no elements to average over.",
-        where="program.step(state, batch)",
-        facts=["The counts of all ranks add up to 0."],
-        why="The loss is a sum over elements divided by their number.",
-        fix="give some rank an element that counts",
-        count=0,
-    )
 
 
 def changed_metrics(given: tuple[str, ...], known: tuple[str, ...]) -> BatchError:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.sharding.pytree import tree_leaves
 from shardwise.transforms import faults
 from shardwise.transforms.brackets import Close, Enter, Join, Leave
 from shardwise.transforms.order import Action, Schedule, Walk
 from shardwise.transforms.outputs import replace_tensors
-from shardwise.transforms.unit_runtime import Call, UnitRuntime
+from shardwise.transforms.unit_runtime import Call, UnitRuntime, place
 
 
 class Engine:
@@ -37,7 +38,7 @@ class Engine:
     def begin(self, flats: dict[str, Tensor], phase: str) -> None:
         """Enter the root; `phase` is `train` or `eval`."""
         if self.phase != "idle":  # an interrupt (not an Exception) ended the pass before
-            self._close_all()
+            self.close()
         for unit in self.units.values():
             unit.load(flats)
         self.phase = phase
@@ -50,7 +51,7 @@ class Engine:
         """Drain the events this rank did not meet; return the loss joined with all tokens."""
         self._pass_until(len(self._walk.actions))
         if self.phase == "eval":
-            self._close_all()
+            self.close()
             return total
         self.phase = "backward"
         self._walk = Walk(self.schedule.backward, self.schedule.prefetch, self._start)
@@ -66,32 +67,17 @@ class Engine:
         landed: dict[str, Tensor] = {}
         for (buffers, leaf), grad in zip(leaves, grads, strict=True):
             landed[buffers.bucket.name] = torch.zeros_like(leaf) if grad is None else grad
-        self._close_all()
+        self.close()
         return landed
 
-    def abort(self) -> None:
-        """Take part in all that is left of this pass with nothing to give, then forget it.
-
-        Other ranks are in the middle of the same list of collectives; they must not be left alone.
-        """
-        self._tokens = []
-        if self.phase != "idle":
-            self._walk.catch_up()  # a gather whose start has failed
-        if self.phase in ("train", "eval"):
-            self._pass_until(len(self._walk.actions), silent=True)
-            if self.phase == "train":
-                self._walk = Walk(self.schedule.backward, self.schedule.prefetch, self._start)
-                self.phase = "backward"
-        if self.phase == "backward":
-            self._pass_until(len(self._walk.actions), silent=True)
-        self._close_all()
-
-    def _close_all(self) -> None:
+    def close(self) -> None:
+        """End the pass, whatever its state: unbind and free everything."""
         for unit in self.units.values():
             unit.reset()
         for call in self._calls:
             call.parameters = []  # they point to the graph, and the graph to the call
         self._calls = []
+        self._tokens = []
         self.phase = "idle"
 
     # -- forward ----------------------------------------------------------------------------
@@ -153,7 +139,7 @@ class Engine:
 
         return replace_tensors(inputs, call.unit.name, guard)
 
-    def leave(self, name: str, /, output: Any) -> Any:
+    def leave(self, name: str, /, output: Any, inputs: Any = None) -> Any:
         """Unbind, empty, and put `Leave` on what the unit returns."""
         unit = self.units[name]
         if self.phase in {"backward", "idle"}:
@@ -167,21 +153,21 @@ class Engine:
             self._walk.meet(index)
         call = unit.call
         assert call is not None
-        output = replace_tensors(output, unit.name, lambda tensors: self._leave(call, tensors))
+        before = {place(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
+        output = replace_tensors(output, name, lambda tensors: self._leave(call, tensors, before))
         unit.unbind()
         unit.empty()
         return output
 
-    def _leave(self, call: Call, tensors: list[Tensor]) -> Sequence[Tensor]:
-        pointers = call.unit.storage_pointers
+    def _leave(self, call: Call, tensors: list[Tensor], before: set[int]) -> Sequence[Tensor]:
+        pointers = call.unit.storage_pointers - {0}
         # By identity: what was one tensor stays one, so in-place use of it keeps its meaning.
-        left = {
-            id(t): t.clone() if t.numel() and t.untyped_storage().data_ptr() in pointers else t
-            for t in tensors
-        }
+        left = {id(t): t.clone() if place(t) in pointers else t for t in tensors}
         wanted = [key for key, t in left.items() if t.requires_grad]
         if wanted:
-            new = Leave.apply(call, self, *(left[key] for key in wanted))
+            places = [place(left[key]) for key in wanted]
+            shared = [p != 0 and (p in before or places.count(p) > 1) for p in places]
+            new = Leave.apply(call, self, shared, *(left[key] for key in wanted))
             left.update(zip(wanted, new, strict=True))
         return [left[id(t)] for t in tensors]
 
@@ -218,16 +204,13 @@ class Engine:
         items: Sequence[Any] = ()
         if index is not None:
             self._pass_until(index)
-            items = self._walk.actions[index].items
+            items = self._walk.meet(index).items
         unit.unbind()
         unit.empty()
         call.parameters = []
         self.used.update(p for p, g in zip(unit.trainable, grads, strict=False) if g is not None)
         grads = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
-        landed = unit.reduce(grads, items)
-        if index is not None:  # only now: after a failure above, `abort` still owes this reduction
-            self._walk.meet(index)
-        return landed
+        return unit.reduce(grads, items)
 
     def _enter_recompute(self, unit: UnitRuntime) -> None:
         if unit.is_bound:
@@ -242,25 +225,24 @@ class Engine:
     def _turn(self, kind: str, unit: UnitRuntime) -> int | None:
         """Index of the event, None if it moves nothing; an error if its turn has passed."""
         index = self._walk.find(kind, unit.name)
-        if index is None and unit.moves:
+        if index is None and (unit.gathers if self.phase == "eval" else unit.moves):
             raise faults.late(kind, unit.name, _PHASES[self.phase], self._walk)
         return index
 
-    def _pass_until(self, index: int, *, silent: bool = False) -> None:
+    def _pass_until(self, index: int) -> None:
         """Join in what lies before `index` on behalf of units that this rank does not run."""
         walk = self._walk
         while walk.position < index:
             action = walk.actions[walk.position]
             unit = self.units[action.event.unit]
-            if action.kind == "reduce":
-                self._pass_reduce(action, unit, silent)
-                continue
-            if action.event.kind == "leave" and unit.depth and not silent:
+            if any(action.items) and action.kind == "reduce":
+                raise faults.left_out(unit.name)
+            if action.event.kind == "leave" and unit.depth:
                 raise faults.still_running(unit.name, _PHASES[self.phase])
             walk.meet(walk.position)
             if action.kind == "gather":
                 unit.drop()
-            if action.event.kind == "enter" and self.phase == "train" and not silent:
+            if action.event.kind == "enter" and self.phase == "train":
                 self._skip(action, unit)
 
     def _skip(self, action: Action, unit: UnitRuntime) -> None:
@@ -269,13 +251,6 @@ class Engine:
             with torch.enable_grad():
                 (token,) = Enter.apply(Call(unit, []), self, *leaves)
             self._tokens.append(token)
-
-    def _pass_reduce(self, action: Action, unit: UnitRuntime, silent: bool) -> None:
-        if any(action.items) and not silent:
-            raise faults.left_out(unit.name)
-        self._walk.meet(self._walk.position)
-        if any(action.items):
-            unit.reduce([], action.items)
 
 
 _PHASES = {"idle": "outside a step", "train": "forward", "eval": "eval", "backward": "backward"}

@@ -18,6 +18,25 @@ from shardwise.transforms.order import registration_order
 from shardwise.transforms.trace import Trace, merge, trace
 
 
+class Failure:
+    """Carries an exception to where all ranks raise; empty if there is none.
+
+    An exception holds the frames that it has passed. With it in a variable of one of them, the
+    activations of the failed step would live until the next garbage collection.
+    """
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self._error = error
+
+    def __str__(self) -> str:
+        return f"{type(self._error).__name__}: {self._error}" if self._error is not None else ""
+
+    def take(self) -> BaseException | None:
+        """The exception, which this no longer holds."""
+        error, self._error = self._error, None
+        return error
+
+
 @dataclass(frozen=True)
 class _Report:
     """What one rank tells the others."""
@@ -44,7 +63,7 @@ def settle(
         RankError: the trace failed on another rank.
     """
     seen: Trace | None = None
-    failure: Exception | None = None
+    failure = Failure()
     try:
         seen = trace(
             lowering.plan,
@@ -56,8 +75,8 @@ def settle(
             staying=lowering.staying,
         )
     except ShardwiseError as error:
-        failure = error
-    report = _Report(_structure(batch), seen, str(failure or ""))
+        failure = Failure(error)
+    report = _Report(_structure(batch), seen, str(failure))
     reports: list[_Report] = transport.gather_objects(report)
     raise_together([r.failure for r in reports], failure, "the first pass over the model")
     _check_structures([report.structure for report in reports])
@@ -125,7 +144,7 @@ def _check_structures(structures: list[str]) -> None:
     )
 
 
-def raise_together(failures: list[str], mine: BaseException | None, doing: str) -> None:
+def raise_together(failures: list[str], mine: Failure, doing: str) -> None:
     """Raise on every rank if any rank has failed; each names the rank and its words.
 
     Args:
@@ -136,10 +155,18 @@ def raise_together(failures: list[str], mine: BaseException | None, doing: str) 
     failed = [rank for rank, text in enumerate(failures) if text]
     if not failed:
         return
-    if mine is not None and (isinstance(mine, ShardwiseError) or len(failures) == 1):
-        raise mine
+    error = mine.take()
+    try:
+        if error is not None and (isinstance(error, ShardwiseError) or len(failures) == 1):
+            raise error
+        raise _rank_failed(failures, failed, doing) from error
+    finally:
+        del error
+
+
+def _rank_failed(failures: list[str], failed: list[int], doing: str) -> RankError:
     first = failed[0]
-    raise RankError(
+    return RankError(
         f"Rank {first} failed in {doing}"
         + (f", and {len(failed) - 1} more." if len(failed) > 1 else "."),
         where=f"rank {first} of {len(failures)}",
@@ -149,4 +176,4 @@ def raise_together(failures: list[str], mine: BaseException | None, doing: str) 
         fix="see the failure of that rank above",
         rank=first,
         failed=len(failed),
-    ) from mine
+    )

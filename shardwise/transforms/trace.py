@@ -6,8 +6,10 @@ on a value) ends the trace; what was seen until then is kept, and the report say
 
 from __future__ import annotations
 
+import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,7 +103,7 @@ class Tracer:
         grad = self._trainable[unit] and (unit in self._staying or torch.is_grad_enabled())
         self.events.append(Event("enter", unit, grad))
 
-    def leave(self, unit: str, output: Any) -> Any:
+    def leave(self, unit: str, output: Any, inputs: Any = None) -> Any:
         """Unbind and note; a frozen unit has a backward if its output has one."""
         if unit in self._staying:
             return output
@@ -165,7 +167,7 @@ def trace(
     loss_fn: LossFunction,
     batch: Any,
     *,
-    buffers: Mapping[str, tuple[dict[str, Any], str]],
+    buffers: Mapping[str, Sequence[tuple[dict[str, Any], str]]],
     device: torch.device,
     staying: frozenset[str],
 ) -> Trace:
@@ -187,7 +189,7 @@ def trace(
     tracer = Tracer(plan, stage, mode, device, staying)
     guide, stage.guide = stage.guide, tracer
     stage.set_training(True)  # steps train, whatever mode the module was handed in
-    held = {name: table[key] for name, (table, key) in buffers.items()}
+    held = {name: sites[0][0][sites[0][1]] for name, sites in buffers.items()}
     fakes = {name: mode.from_tensor(value) for name, value in held.items()}
     storages = {name: _storage(fake) for name, fake in fakes.items()}
     aux: tuple[str, ...] | None = None
@@ -196,12 +198,11 @@ def trace(
     writes = _Writes()
     note = ""
     try:
-        for name, (table, key) in buffers.items():
-            table[key] = fakes[name]
+        _hold(buffers, fakes)
         with mode:
             inputs = tree_map(lambda leaf: _fake_input(leaf, mode, device), batch)
         saved = _Saved([*tracer.parameters, *tree_leaves(inputs), *fakes.values()])
-        with mode, torch.enable_grad(), saved.hooks(), flops, writes:
+        with _unlogged(), mode, torch.enable_grad(), saved.hooks(), flops, writes:
             tracer.enter("")
             aux = tuple(parse_loss(loss_fn(stage.template.module, inputs), inputs).aux)
         activation_bytes = saved.nbytes
@@ -213,18 +214,39 @@ def trace(
     finally:
         written = tuple(
             name
-            for name, (table, key) in buffers.items()
-            if table[key] is not fakes[name]
+            for name, sites in buffers.items()
+            if any(table[key] is not fakes[name] for table, key in sites)
             or _storage(fakes[name]) != storages[name]
             or storages[name] in writes.storages
             or note  # what comes after the end of the trace may write any of them
         )
-        for name, (table, key) in buffers.items():
-            table[key] = held[name]
+        _hold(buffers, held)
         tracer.close()
         stage.guide = guide
     total = None if note else flops.get_total_flops()
     return Trace(tuple(tracer.events), aux, written, note, activation_bytes, total)
+
+
+def _hold(
+    buffers: Mapping[str, Sequence[tuple[dict[str, Any], str]]], values: Mapping[str, Tensor]
+) -> None:
+    for name, sites in buffers.items():
+        for table, key in sites:
+            table[key] = values[name]
+
+
+@contextmanager
+def _unlogged() -> Generator[None]:
+    """Keep torch from logging an operation that fails on fake tensors: the trace has a note of it.
+
+    For one, torch 2.13 has a grouped product of float32 matrices, but refuses it on fake ones.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was
 
 
 class _Writes(TorchDispatchMode):

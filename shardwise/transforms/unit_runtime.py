@@ -16,6 +16,13 @@ from shardwise.transforms.binding import Binding
 from shardwise.transforms.buffers import BucketBuffers
 
 
+def place(tensor: Tensor) -> int:
+    """Where the values of a tensor lie; 0 for one without a storage of its own."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
 @dataclass(eq=False, slots=True)
 class Call:
     """One run of a unit: the tensors that stand for its parameters in this run."""
@@ -51,6 +58,7 @@ class UnitRuntime:
         self.buffers = [BucketBuffers(bucket, mover, device) for bucket in buckets]
         self.paths = [path for bucket in buckets for path in bucket.paths]
         self.trainable = [path for bucket in buckets if bucket.trainable for path in bucket.paths]
+        self.gathers = any(b.gather for b in buckets)
         self.moves = any(b.gather or b.reduce or b.sum_axes for b in buckets)
         self._binding = Binding(name, self.paths, template)
         self._leaves = [

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.optim.base import apply_in_place
 from shardwise.optim.flat import squared_norm
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.gradients import Grads
+from shardwise.sharding.leaves import Flats
 from shardwise.sharding.movement import Mover, packed_sum
+from shardwise.sharding.opt_state import is_over, split
 from shardwise.sharding.redistribute import route_items, run_route
-from shardwise.sharding.state import Flats, State, groups_of
+from shardwise.sharding.state import State
 from shardwise.transforms.lowering import Lowering
+from shardwise.transforms.stepping import Step, Stepping
 
 
 @torch.no_grad()
@@ -24,22 +26,29 @@ def run_update(
 ) -> tuple[Any, Tensor | None]:
     """Write the new parameters into the state's buckets; return optimizer state and norm."""
     members = [bucket for bucket in lowering.all_buckets if bucket.opt]
-    groups: Flats = {}
+    landed: Flats = {}
     params: Flats = {}
     for bucket in members:
         to_grads, to_params, _ = lowering.routes[bucket.name]
         items = route_items(to_grads, bucket.unit, "update")
-        landed = grads.flats[bucket.name]
-        groups[bucket.name] = run_route(mover, to_grads, landed, items)
+        landed[bucket.name] = run_route(mover, to_grads, grads.flats[bucket.name], items)
         if bucket.has_master:
             params[bucket.name] = state.masters[bucket.name]
         else:
             params[bucket.name] = run_route(mover, to_params, state.flats[bucket.name], ())
-    norm = global_norm(mover, lowering, members, groups)
-    extra = {} if norm is None else {"norm": norm}
-    unused = Unused(members, grads.used, params, groups_of(state.opt_flats, state.home))
-    params, opt_flats = apply_in_place(lowering.optimizer, params, groups, state.opt_flats, **extra)
-    unused.restore(params, groups_of(opt_flats, state.home))
+    norm = global_norm(mover, lowering, members, landed)
+    step = Step(
+        lowering.stepping,
+        mover,
+        params=slices(members, params),
+        grads=slices(members, landed),
+        used=grads.used,
+        extra={} if norm is None else {"norm": norm},
+    )
+    unused = Unused(lowering.stepping, grads.used)
+    unused.note(step.params, state.opt_flats)
+    opt_flats = step.run(state.opt_flats)
+    unused.restore(step.params, opt_flats)
     for bucket in members:
         _, _, back = lowering.routes[bucket.name]
         flat = state.flats[bucket.name]
@@ -47,6 +56,13 @@ def run_update(
             items = route_items(back, bucket.unit, "update")
             run_route(mover, back, params[bucket.name], items, out=flat)
     return opt_flats, norm
+
+
+def slices(members: Sequence[Bucket], flats: Flats) -> Flats:
+    """The buffers of buckets, cut into groups."""
+    return {
+        group.key: group.slice(flats[bucket.name]) for bucket in members for group in bucket.groups
+    }
 
 
 def global_norm(
@@ -68,28 +84,39 @@ def global_norm(
 
 
 class Unused:
-    """Keeps what belongs to parameters that no rank used as it was before an update."""
+    """Keeps what belongs to parameters that no rank used as it was before an update.
 
-    def __init__(
-        self, members: Sequence[Bucket], used: frozenset[str], params: Flats, state: list[Flats]
-    ) -> None:
-        self._kept = [
-            (bucket, path)
-            for bucket in members
-            if not used.issuperset(bucket.paths)
-            for path in bucket.paths
-            if path not in used
+    Only elementwise groups need it: whole tensors without a gradient are not given to the
+    optimizer at all.
+    """
+
+    def __init__(self, stepping: Stepping, used: frozenset[str]) -> None:
+        self._stepping = stepping
+        self._entries = [
+            (group, entry)
+            for group in stepping.groups
+            if group.couples == "element" and not used.issuperset(group.paths)
+            for entry in group.layout.entries
+            if entry.path not in used
         ]
-        self._values = [view.clone() for view in self._views(params, state)]
+        self._values: list[Tensor] = []
 
-    def _views(self, params: Flats, state: list[Flats]) -> Iterator[Tensor]:
-        for bucket, path in self._kept:
-            if bucket.opt is not None:
-                entry = bucket.opt.by_path[path]
-                for group in (params, *state):
-                    yield entry.view(group[bucket.name])
+    def _views(self, params: Flats, opt: Any) -> Iterator[Tensor]:
+        if not self._entries:
+            return
+        leaves, _ = split(opt, self._stepping.keys)
+        dicts: list[Flats] = [leaf for leaf in leaves if is_over(leaf, self._stepping.keys)]
+        for group, entry in self._entries:
+            for values in (params, *dicts):
+                value = values.get(group.key)
+                if value is not None and value.shape == (group.layout.length,):
+                    yield entry.view(value)
 
-    def restore(self, params: Flats, state: list[Flats]) -> None:
+    def note(self, params: Flats, opt: Any) -> None:
+        """Copy the old values."""
+        self._values = [view.clone() for view in self._views(params, opt)]
+
+    def restore(self, params: Flats, opt: Any) -> None:
         """Write the old values back."""
-        for view, value in zip(self._views(params, state), self._values, strict=True):
+        for view, value in zip(self._views(params, opt), self._values, strict=True):
             view.copy_(value)

@@ -61,7 +61,11 @@ def draw(count: int, first_seed: int) -> Counter[str]:
         run(training, assert_equivalent)
 
     @many
-    @given(trainings(features=ONCE, optimizers=ELEMENTWISE, max_ranks=8))
+    @given(
+        trainings(features=ONCE, optimizers=ELEMENTWISE, max_ranks=8).filter(
+            lambda training: training.runs_units_once
+        )
+    )
     def bitwise(training: Training) -> None:
         note(training)
         run(training, assert_bitwise)
