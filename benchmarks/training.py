@@ -21,8 +21,8 @@ from shardwise.demo.gpt import GPTConfig
 from shardwise.launch import join_job
 
 SIZES = {
-    "4M": (GPTConfig(layers=6, width=240, heads=6, context=64), 8),
-    "64M": (GPTConfig(layers=12, width=660, heads=10, context=64), 4),
+    "4M": (GPTConfig(layers=6, width=240, heads=6, context=64), 2),
+    "64M": (GPTConfig(layers=12, width=660, heads=10, context=64), 2),
 }
 
 
