@@ -21,7 +21,6 @@ import torch
 
 from shardwise.sharding.job import close_job
 
-
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _KEPT_BYTES = 1 << 30
