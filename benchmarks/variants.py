@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +25,13 @@ Batch = dict[str, Tensor]
 
 @dataclass
 class Variant:
-    """One system: a step on a local batch that returns the local loss, and its weights at the end."""
+    """One system: a step on a local batch, the bytes it holds, and its whole weights."""
 
     name: str
     step: Callable[[Batch], float]
     held: Callable[[], int]
     weights: Callable[[], dict[str, Tensor]] | None = None
+    traffic: Callable[[], tuple[int, int]] | None = None
     keep: list[Any] = field(default_factory=list)
 
 
@@ -64,6 +66,8 @@ def _tensors(thing: Any) -> list[Tensor]:
         return [*thing.parameters(), *thing.buffers(), *grads]
     if isinstance(thing, dict):
         return [tensor for value in thing.values() for tensor in _tensors(value)]
+    if isinstance(thing, list):
+        return [tensor for value in thing for tensor in _tensors(value)]
     return []
 
 
@@ -85,7 +89,7 @@ def _adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def ddp(config: GPTConfig) -> Variant:
-    """torch DDP with fused AdamW: the baseline of all ratios."""
+    """DDP of torch with fused AdamW: the baseline of all ratios."""
     model = make_model(config)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = _adamw(wrapped)
@@ -94,7 +98,7 @@ def ddp(config: GPTConfig) -> Variant:
         _torch_step(wrapped, optimizer),
         lambda: held_by(model, dict(optimizer.state)),
         lambda: {name: p.detach() for name, p in model.named_parameters()},
-        [wrapped],
+        keep=[wrapped],
     )
 
 
@@ -132,10 +136,62 @@ def shardwise(config: GPTConfig, level: int) -> Variant:
         states[0], metrics = program.step(states[0], batch)
         return metrics.loss.item()
 
+    def traffic() -> tuple[int, int]:
+        items = program.last_collectives
+        return len(items), sum(item.nbytes for item in items)
+
     return Variant(
         f"shardwise ZeRO-{level}" if level else "shardwise replicated",
         step,
         lambda: states[0].nbytes,
         lambda: sw.to_global(states[0].params),
-        [program],
+        traffic,
     )
+
+
+def deepspeed(config: GPTConfig, stage: int, rows: int) -> Variant:
+    """DeepSpeed with its default buckets, torch's fused AdamW and no clipping."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed as ds  # noqa: PLC0415 - an optional peer that takes seconds to import
+
+    model = make_model(config)
+    engine, *_ = ds.initialize(
+        model=model,
+        optimizer=_adamw(model),
+        config={
+            "train_micro_batch_size_per_gpu": rows,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "gradient_clipping": 0.0,
+        },
+    )
+
+    def step(batch: Batch) -> float:
+        loss = mean_loss(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return Variant(f"DeepSpeed ZeRO-{stage}", step, lambda: held_by(model, _state_of(engine)))
+
+
+def _state_of(engine: Any) -> dict[str, Any]:
+    """Tensors that a DeepSpeed optimizer holds beside the module's."""
+    optimizer = engine.optimizer
+    return {"state": _dicts(optimizer.state), "own": list(_own_tensors(vars(optimizer)))}
+
+
+def _dicts(state: Any) -> dict[str, Any]:
+    return {str(index): value for index, value in enumerate(state.values())}
+
+
+def _own_tensors(values: dict[str, Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values.values():
+        parts = value if isinstance(value, list | tuple) else [value]
+        for part in parts:
+            inner = part if isinstance(part, list | tuple) else [part]
+            found += [tensor for tensor in inner if isinstance(tensor, Tensor)]
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -20,6 +21,9 @@ import torch
 
 from shardwise.sharding.job import close_job
 
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_KEPT_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -63,6 +67,7 @@ def run_rank(
     os.chdir(folder)
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
+    _keep_freed_memory()
     with open(stack, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
         report = _attempt(payload)
@@ -73,6 +78,18 @@ def run_rank(
         faulthandler.unregister(signal.SIGUSR1)
     if report.result is not None:
         close_job()
+
+
+def _keep_freed_memory() -> None:
+    """Have malloc keep large freed blocks, as a caching allocator does.
+
+    A step takes and gives back the same buffers for every unit. Returned to the system, each comes
+    back as fresh pages: two copies of 21 MB took 21 ms that way and 1.8 ms in kept memory.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc
+        libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def _attempt(payload: bytes) -> Report:

@@ -71,6 +71,13 @@ class Layout:
         """Entries by parameter path."""
         return {entry.path: entry for entry in self.entries}
 
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Where the buffer holds no block: `(start, stop)` in elements."""
+        ends = [entry.offset for entry in self.entries[1:]] + [self.length]
+        spans = [(e.offset + e.numel, end) for e, end in zip(self.entries, ends, strict=True)]
+        return tuple(span for span in spans if span[0] < span[1])
+
     def refines(self, coarse: Layout) -> bool:
         """Whether every block here is a part of the block of the same tensor there."""
         if self.axes[: len(coarse.axes)] != coarse.axes:

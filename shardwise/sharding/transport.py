@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.sharding.movement import Pending, Transport
 
 _SMALL_BYTES = 256 * 1024
-_WHOLE_STACK_BYTES = 8 * 1024 * 1024
+_WHOLE_STACK_BYTES = 64 * 1024 * 1024
 _PIECES = 8
 _PIECES_IN_FLIGHT = 2
 
@@ -154,6 +154,9 @@ class Gloo(_Grouped):
         """See `Transport.all_reduce`."""
         size = self._sizes[axis]
         flat = whole.view(-1)
+        if size == 2:
+            dist.all_reduce(flat, group=self._groups[axis])
+            return
         if flat.nbytes > _SMALL_BYTES:
             body = flat[: flat.numel() // size * size]
             mine = flat.new_empty(body.numel() // size)

@@ -177,12 +177,19 @@ class BucketBuffers:
     def _pack_whole(self, grads: Sequence[Tensor | None]) -> Tensor:
         layout = self.bucket.landing
         assert layout is not None
-        flat = torch.zeros(layout.length, dtype=layout.dtype, device=self._device)
-        given = [
-            (e.view(flat), g) for e, g in zip(layout.entries, grads, strict=True) if g is not None
-        ]
-        if given:
-            copy_all([slot for slot, _ in given], [grad for _, grad in given])
+        flat = torch.empty(layout.length, dtype=layout.dtype, device=self._device)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for entry, grad in zip(layout.entries, grads, strict=True):
+            if grad is None:
+                entry.view(flat).zero_()
+            else:
+                targets.append(entry.view(flat))
+                sources.append(grad)
+        if targets:
+            copy_all(targets, sources)
+        for start, stop in layout.gaps:
+            flat[start:stop].zero_()
         return flat
 
     def _pack_parts(self, regroup: Regroup, grads: Sequence[Tensor | None]) -> None:
