@@ -1,4 +1,4 @@
-"""The README's script: runs alone, under torchrun, or with `sw.simulate(mesh)` around its body."""
+"""The README's script: runs alone, or on several ranks under torchrun or `sw.spawn`."""
 
 import torch
 from torch import Tensor, nn

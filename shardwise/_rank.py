@@ -25,6 +25,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _KEPT_BYTES = 1 << 30
 
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """The one message of a rank: a pickled result, or an exception in words.
