@@ -17,12 +17,16 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# DeepSpeed takes minutes to install and to start; without it the peers' table says that it is absent.
 bench: $(INSTALLED)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[bench]"
+	-$(BIN)/python -m pip install -c constraints.txt -e ".[peers]"
 	$(BIN)/python benchmarks/host_overhead.py
+	$(BIN)/python benchmarks/training.py
 
 # torch first and alone: it is most of the download, and its version decides the rest.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,testing]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,testing,hf]"
 	touch $@

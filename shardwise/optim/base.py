@@ -55,7 +55,6 @@ class GradientTransform(NamedTuple):
     couples: Couples = "element"
     needs: frozenset[str] = frozenset()
     factor: Callable[..., tuple[Tensor, Any]] | None = None
-    factor: Callable[..., tuple[Tensor, Any]] | None = None
     parts: Callable[[Shapes], dict[str, Part]] | None = None
     over: Callable[[Shapes, Mapping[str, str]], GradientTransform] | None = None
 
