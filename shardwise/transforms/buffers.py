@@ -58,6 +58,7 @@ class BucketBuffers:
         self._flat: Tensor | None = None
         self._source: Callable[[], Tensor | None] = lambda: None
         self._pending: Pending | None = None
+        self._summing: Pending | None = None
         self._in_flight = 0
         self._same_dtype = bucket.params.dtype == bucket.compute.dtype
         self.views: list[Tensor] = []
@@ -152,6 +153,7 @@ class BucketBuffers:
         """Free everything, whatever the state; what is in flight must not write freed memory."""
         finish(self._pending)
         self._pending = None
+        self.land()
         self._flat = None
         self._in_flight = 0
         for storage in (self._full, self._stack, self._send):
@@ -159,7 +161,10 @@ class BucketBuffers:
                 storage.give_back()
 
     def reduce(self, grads: Sequence[Tensor | None], items: Sequence[Collective]) -> Tensor:
-        """Move whole, unreduced gradients to the landing layout; None counts as zero."""
+        """Move whole, unreduced gradients to the landing layout; None counts as zero.
+
+        The sum over the last axis that does not cut them may be in flight until `land`.
+        """
         regroup = self.bucket.reduce
         if regroup is None or self._send is None:
             landed = self._pack_whole(grads)
@@ -171,8 +176,14 @@ class BucketBuffers:
             landed = scatter(self._mover, self._send.tensor, items[:scatters])
             self._send.give_back()
         for item in items[scatters:]:
-            finish(self._mover.all_reduce(landed, item))
+            self.land()
+            self._summing = self._mover.all_reduce(landed, item)
         return landed
+
+    def land(self) -> None:
+        """Have the gradients that were last reduced arrive."""
+        finish(self._summing)
+        self._summing = None
 
     def _pack_whole(self, grads: Sequence[Tensor | None]) -> Tensor:
         layout = self.bucket.landing

@@ -9,8 +9,10 @@ join in: a unit that this rank skips is gathered and dropped when its turn comes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.mesh import Mesh
@@ -91,6 +93,12 @@ class Schedule:
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
     prefetch: int
+
+    @cached_property
+    def repeated(self) -> frozenset[str]:
+        """Units that are entered more than once."""
+        entered = Counter(event.unit for event in self.events if event.is_enter)
+        return frozenset(unit for unit, times in entered.items() if times > 1)
 
     @property
     def items(self) -> tuple[Collective, ...]:

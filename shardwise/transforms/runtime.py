@@ -64,6 +64,8 @@ class Engine:
         self._tokens = []
         grads: Any = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
         self._pass_until(len(self._walk.actions))
+        for unit in self.units.values():
+            unit.land()
         landed: dict[str, Tensor] = {}
         for (buffers, leaf), grad in zip(leaves, grads, strict=True):
             landed[buffers.bucket.name] = torch.zeros_like(leaf) if grad is None else grad
@@ -210,7 +212,10 @@ class Engine:
         call.parameters = []
         self.used.update(p for p, g in zip(unit.trainable, grads, strict=False) if g is not None)
         grads = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
-        return unit.reduce(grads, items)
+        landed = unit.reduce(grads, items)
+        if unit.name in self.schedule.repeated:
+            unit.land()  # autograd adds the gradients of several calls as soon as they are returned
+        return landed
 
     def _enter_recompute(self, unit: UnitRuntime) -> None:
         if unit.is_bound:

@@ -171,6 +171,11 @@ class UnitRuntime:
             position += count
         return landed
 
+    def land(self) -> None:
+        """Have all reduced gradients arrive."""
+        for buffers, _ in self._leaves:
+            buffers.land()
+
 
 def _leaf(bucket: Bucket, device: torch.device) -> Tensor:
     """A differentiable placeholder of the landing shape that holds one element of memory."""
