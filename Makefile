@@ -10,7 +10,7 @@ demo: $(INSTALLED)
 	$(BIN)/shardwise demo --ranks 4 --zero 3
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
