@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,29 +10,26 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.sharding.errors import BatchError
 from shardwise.sharding.functional import make_template
 from shardwise.sharding.gradients import Grads
-from shardwise.sharding.leaves import Flats, Home
+from shardwise.sharding.leaves import Home
 from shardwise.sharding.movement import Mover, Transport, packed_items, packed_sum
-from shardwise.sharding.rng import key, keyed
 from shardwise.sharding.state import Life, State, adopt
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import (
     average_buffers,
     bind_buffers,
-    check_shapes,
     find_buffers,
     read_buffers,
 )
-from shardwise.transforms.checks import checked, refuse_reentrant
-from shardwise.transforms.faults import explained
 from shardwise.transforms.initialise import FromModule, Shards, check_source, take_module
-from shardwise.transforms.loss import Loss, Mean, bad_count, no_gradient, parse_loss
+from shardwise.transforms.loss import Loss, Mean, bad_count, no_gradient
 from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
 from shardwise.transforms.metrics import Metrics
 from shardwise.transforms.module_init import InitModule, init_from_seed
+from shardwise.transforms.passes import Passes
 from shardwise.transforms.runtime import Engine
+from shardwise.transforms.scalars import changed_metrics, other_metrics, pack_scalars
 from shardwise.transforms.settle import Failure, agree_on_batch, raise_together, settle
 from shardwise.transforms.stepping import init_opt
 from shardwise.transforms.unit_runtime import UnitRuntime
@@ -84,8 +80,10 @@ class RankProgram:
         self.stage = Stage(self.template, plan.units, self.engine)
         self.home = make_home(lowering, rank, device_mesh)
         self._settled = False
-        self._checked = False
         self._debug = debug
+        self.passes = Passes(
+            self.stage, self.engine, self.mover, self.buffer_sites, device=device, debug=debug
+        )
 
     # -- init -------------------------------------------------------------------------------
 
@@ -151,10 +149,11 @@ class RankProgram:
         state = adopt(state)
         self._settle(batch)
         self.mover.begin(self.lowering.schedule.items)
-        loss, landed, buffers, failure = self._passes(state, batch)
+        done = self.passes.train(self.lowering, state, batch)
+        landed = done.landed
         self.mover.expect(self.lowering.buffer_items)
-        buffers = average_buffers(self.mover, self.lowering, buffers)
-        values = self._reduce_scalars(loss, failure, self.lowering.trainable)
+        buffers = average_buffers(self.mover, self.lowering, done.buffers)
+        values = self._reduce_scalars(done.loss, done.failure, self.lowering.trainable)
         flags = values[FIXED_SCALARS : FIXED_SCALARS + len(self.lowering.trainable)].tolist()
         used = frozenset(p for p, f in zip(self.lowering.trainable, flags, strict=True) if f > 0)
         if flags and not used:
@@ -164,40 +163,6 @@ class RankProgram:
             flat.mul_(factor)
         metrics = self._metrics(values, FIXED_SCALARS + len(flags))
         return Grads(self.home, landed, used, buffers), metrics
-
-    def _passes(
-        self, state: State, batch: Any
-    ) -> tuple[Loss | None, Flats, dict[str, Tensor], Failure]:
-        """Forward and backward; after a failure here this rank still joins every collective."""
-        engine = self.engine
-        enabled, self._checked = self._debug or not self._checked, True
-        self.stage.set_training(True)
-        bind_buffers(self.buffer_sites, state.buffer_values, self.lowering.written_buffers)
-        place = [self.mover.coords[axis] for axis in self.lowering.batch_axes]
-        seed = key(int(state.seed), int(state.step), "step", *place)
-        checks = checked(engine.units, self.mover, enabled=enabled)
-        try:
-            with keyed(seed, self.device), checks, torch.enable_grad():
-                engine.begin(state.flats, "train")
-                loss = self._loss(batch)
-                if enabled:
-                    refuse_reentrant(loss.total)
-                landed = engine.backward(engine.end_forward(loss.total))
-            buffers = read_buffers(self.buffer_sites)
-            check_shapes(buffers, self.lowering)
-        except Exception as error:
-            self._abort()
-            failure = Failure(explained(error, self.lowering.notes))
-            return None, {}, state.buffer_values, failure
-        return loss, landed, buffers, Failure()
-
-    def _abort(self) -> None:
-        """Forget a pass that has failed here, and take part in what the others still do in it."""
-        self.engine.close()
-        self.mover.finish_with_zeros(self.device)
-
-    def _loss(self, batch: Any) -> Loss:
-        return parse_loss(self.lowering.loss_fn(self.template.module, batch), batch)
 
     def update(self, state: State, grads: Grads) -> tuple[State, Tensor | None]:
         """One optimizer step in place; the state and the gradient norm if it was needed."""
@@ -231,18 +196,7 @@ class RankProgram:
         state = adopt(state)
         self._settle(batch)
         self.mover.begin(self.lowering.schedule.forward_items)
-        self.stage.set_training(False)
-        bind_buffers(self.buffer_sites, state.buffer_values, tuple(state.buffer_values))
-        failure = Failure()
-        loss: Loss | None = None
-        try:
-            with keyed(key(int(state.seed), "eval"), self.device), torch.no_grad():
-                self.engine.begin(state.flats, "eval")
-                loss = self._loss(batch)
-                self.engine.end_forward(loss.total)
-        except Exception as error:
-            failure = Failure(explained(error, self.lowering.notes))
-            self._abort()
+        loss, failure = self.passes.evaluate(self.lowering, state, batch)
         return self._metrics(self._reduce_scalars(loss, failure, ()), FIXED_SCALARS)
 
     def agree(self, value: bool) -> bool:
@@ -314,7 +268,7 @@ class RankProgram:
         told = self.mover.transport.gather_objects(names)
         known = [one for one in told if one is not None]
         if not known or any(one != known[0] for one in known):
-            self._raise_together(failure if str(failure) else Failure(_other_metrics(told)))
+            self._raise_together(failure if str(failure) else Failure(other_metrics(told)))
         self.lowering = replace(self.lowering, aux=known[0])
 
     def _raise_together(self, failure: Failure, doing: str = "the step") -> None:
@@ -343,38 +297,3 @@ def make_home(lowering: Lowering, rank: int, device_mesh: DeviceMesh) -> Home:
     aliases = {alias: info.path for info in plan.infos for alias in info.aliases}
     specs = {"params": plan.params, "opt": plan.opt, "landing": landing}
     return Home(lowering.all_buckets, specs, aliases, plan.mesh, rank, device_mesh)
-
-
-def pack_scalars(
-    means: Sequence[Mean], num_means: int, plain: Sequence[float], device: torch.device
-) -> Tensor:
-    """`[total, count, *plain, aux total, aux count, ...]` in float64; zeros without means."""
-    if not means:
-        return torch.tensor(
-            [0.0, 0.0, *plain, *[0.0] * (2 * num_means - 2)], dtype=torch.float64
-        ).to(device)
-    scalars = [part for mean in means for part in (mean.total, mean.count)]
-    parts = [torch.as_tensor(p, device=device).detach().double().reshape(1) for p in scalars]
-    flags = torch.tensor(plain, dtype=torch.float64).to(device)
-    return torch.cat([*parts[:2], flags, *parts[2:]])
-
-
-def changed_metrics(given: tuple[str, ...], known: tuple[str, ...]) -> BatchError:
-    """The error for metrics under other names than in the first step."""
-    return BatchError(
-        "The loss function returned other auxiliary metrics than in the first step.",
-        where="loss_fn(model, batch)",
-        facts=[f"now: {', '.join(given) or 'none'}", f"then: {', '.join(known) or 'none'}"],
-        why="Metrics travel in one packed reduction whose slots are fixed by the first step.",
-        fix="return every metric in every step and in eval, with count 0 where there is nothing",
-    )
-
-
-def _other_metrics(told: list[Any]) -> BatchError:
-    return BatchError(
-        "Ranks return different auxiliary metrics.",
-        where="loss_fn(model, batch)",
-        facts=[f"rank {rank}: {names}" for rank, names in enumerate(told)],
-        why="Metrics are reduced together, so every rank returns the same names.",
-        fix="return every metric on every rank, with count 0 where there is nothing",
-    )
