@@ -22,6 +22,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[bench]"
 	-$(BIN)/python -m pip install -c constraints.txt -e ".[peers]"
 	$(BIN)/python benchmarks/host_overhead.py
+	$(BIN)/python -m benchmarks.numerics
 	$(BIN)/python benchmarks/training.py
 
 # torch first and alone: it is most of the download, and its version decides the rest.

@@ -100,9 +100,9 @@ def other_module() -> None:
         sw.lower(plan(), loss_fn, SGD, module=nn.Linear(2, 2)).bind()
 
 
-def few_rows() -> None:
+def uneven_rows() -> None:
     with sw.simulate(MESH):
-        sw.lower(plan(), loss_fn, SGD).bind().shard_batch(rows(1))
+        sw.lower(plan(), loss_fn, SGD).bind().shard_batch({"x": rows(3), "y": rows(2)})
 
 
 def own_collective() -> None:
@@ -263,7 +263,7 @@ ENTRIES = [
     ),
     Entry(
         errors.BatchError,
-        few_rows,
+        uneven_rows,
         ("program.shard_batch(batch)", "parts: 2 (axes fsdp of Mesh(fsdp=2))", "Fix: pass tensors"),
         {"parts": 2},
     ),

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from shardwise.sharding.derived import Accumulation
 from shardwise.sharding.errors import PlanError
 from shardwise.sharding.layout import Layout, Regroup, make_layout
 from shardwise.sharding.mesh import Mesh
@@ -92,7 +93,8 @@ class Part(NamedTuple):
 class Bucket:
     """Parameters of one unit that lie and move together; see [Note: three homes, one bucket].
 
-    `landing` is where reduced gradients arrive; `sum_axes` are batch axes that do not cut it.
+    `landing` is where reduced gradients arrive; `sum_axes` are batch axes that do not cut it;
+    `keeps_whole` tells that the passes of a step add up whole gradients, which are cut once.
     """
 
     name: str
@@ -108,6 +110,7 @@ class Bucket:
     gather: Regroup | None
     reduce: Regroup | None
     sum_axes: tuple[str, ...]
+    keeps_whole: bool = False
     groups: tuple[Group, ...] = ()
 
     @property
@@ -220,11 +223,12 @@ def _make_bucket(
     compute = layout("compute")
     wire = params.cast(compute.dtype)
     landing = opt = None
-    has_master = False
+    has_master = keeps_whole = False
     if trainable:
         grads, opt = layout("grads"), layout("opt")
         landing = opt.cast(grads.dtype) if opt.refines(grads) else grads
         has_master = opt.dtype != params.dtype or not opt.refines(params)
+        keeps_whole = bool(landing.axes) and _keeps_whole(plan.accumulation, grads)
     return Bucket(
         name=name,
         unit=unit.name,
@@ -241,8 +245,19 @@ def _make_bucket(
         if landing is not None and landing.axes
         else None,
         sum_axes=tuple(a for a in plan.batch if landing and a not in landing.axes and mesh[a] > 1),
+        keeps_whole=keeps_whole,
         groups=_groups(name, unit.name, opt, parts, mesh) if opt else (),
     )
+
+
+def _keeps_whole(accumulation: Accumulation, grads: Layout) -> bool:
+    """Whether a step of several passes cuts these gradients only in its last one.
+
+    By default where their home is whole, so that whole gradients are what the plan has room for.
+    """
+    if accumulation.steps == 1 or accumulation.reduce == "each":
+        return False
+    return accumulation.reduce == "once" or not grads.axes
 
 
 def _groups(

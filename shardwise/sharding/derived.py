@@ -21,13 +21,53 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
+class LossScale:
+    """How the loss is scaled; `dynamic` False: always by `initial`."""
+
+    initial: float = 2.0**16
+    dynamic: bool = True
+    window: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+    consecutive_hysteresis: bool = False
+    maximum: float = 2.0**32
+
+    def __str__(self) -> str:
+        return f"{'dynamic from' if self.dynamic else 'fixed at'} {self.initial:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Remat:
+    """What is kept of a module that is recomputed in backward; `names` belong to `save`."""
+
+    policy: str
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"save {', '.join(self.names)}" if self.names else self.policy
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulation:
+    """How many passes a step takes, and what it keeps between them; see `accumulate`."""
+
+    steps: int = 1
+    reduce: str = "auto"
+    gather: str = "micro"
+
+    def __str__(self) -> str:
+        return f"accumulate {self.steps} (reduce {self.reduce}, gather {self.gather})"
+
+
+@dataclass(frozen=True, slots=True)
 class Base:
-    """What a plan starts from, before any edit."""
+    """What a plan starts from, before any edit; `modules` are the paths of those with a forward."""
 
     mesh: Mesh
     infos: tuple[ParamInfo, ...]
     units: tuple[Unit, ...]
     rules: Rules | None = None
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,4 +84,7 @@ class Derived:
     batch: tuple[str, ...]
     keep: frozenset[str]
     prefetch: int
+    accumulation: Accumulation
     precision: Precision
+    loss_scale: LossScale | None
+    remat: FrozenMap[str, Remat]

@@ -11,10 +11,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.sharding.derived import Derived
-from shardwise.sharding.edits import Edit, KeepEdit, PrefetchEdit, TreeAtEdit
+from shardwise.sharding.derived import Accumulation, Derived
+from shardwise.sharding.edits import (
+    AccumulateEdit,
+    Edit,
+    KeepEdit,
+    LossScaleEdit,
+    PrefetchEdit,
+    RematEdit,
+    TreeAtEdit,
+)
 from shardwise.sharding.homes import HOMES
 from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.modules import ROOT
 from shardwise.sharding.repeats import collapse, render_group
 from shardwise.sharding.spec import Spec, local_shape
 from shardwise.sharding.tree import selects
@@ -126,6 +135,9 @@ def _footer(derived: Derived, rest_bytes: Mapping[str, int]) -> Iterator[str]:
         f"batch over {', '.join(derived.batch) or 'no axis'}",
         f"prefetch {derived.prefetch}",
         *([f"kept gathered: {kept}"] if kept else []),
+        *([f"remat: {_remat_text(derived)}"] if derived.remat else []),
+        *([str(derived.accumulation)] if derived.accumulation != Accumulation() else []),
+        *([f"loss scale {derived.loss_scale}"] if derived.loss_scale else []),
     ]
     yield ""
     yield (
@@ -135,6 +147,14 @@ def _footer(derived: Derived, rest_bytes: Mapping[str, int]) -> Iterator[str]:
     yield "   ".join(settings)
     total = format_bytes(sum(rest_bytes.values()))
     yield f"at rest per rank: {total} (optimizer moments: see lower)"
+
+
+def _remat_text(derived: Derived) -> str:
+    """Recomputed modules with their policies, those of repeated blocks once."""
+    chosen = derived.remat
+    groups = collapse([path for path in chosen if path != ROOT], lambda path: str(chosen[path]))
+    shown = [f"{render_group(group)} ({chosen[group[0]]})" for group in groups]
+    return ", ".join([*([f"(root) ({chosen[ROOT]})"] if ROOT in chosen else []), *shown])
 
 
 def _refines(fine: Spec, coarse: Spec, mesh: Mesh) -> bool:
@@ -156,21 +176,27 @@ def _local_bytes(derived: Derived, info: ParamInfo, spec: Spec) -> int:
 
 
 def _touches(derived: Derived, info: ParamInfo, edit: Edit) -> bool:
-    if isinstance(edit, PrefetchEdit):
+    if isinstance(edit, AccumulateEdit | PrefetchEdit | LossScaleEdit):
         return False
     if isinstance(edit, TreeAtEdit):
         return edit.path in info.names
     names = info.names
+    if isinstance(edit, RematEdit):
+        patterns = [pattern for pattern in edit.modules if pattern != ROOT]
+        if patterns and not selects(patterns, names):
+            return False
     if isinstance(edit, KeepEdit):
         names = tuple(unit.name for unit in derived.units if info.path in unit.params)
     return all(selects(clause, names) for clause in edit.where)
 
 
 def _difference(old: Derived, new: Derived) -> Iterator[str]:
-    for setting in ("mesh", "batch", "prefetch", "precision"):
+    for setting in ("mesh", "batch", "prefetch", "accumulation", "precision", "loss_scale"):
         before, after = getattr(old, setting), getattr(new, setting)
         if before != after:
             yield f"{setting}: {before!r} -> {after!r}"
+    if old.remat != new.remat:
+        yield f"remat: {_remat_text(old) or 'none'} -> {_remat_text(new) or 'none'}"
     if old.keep != new.keep:
         yield f"keep: {sorted(old.keep)} -> {sorted(new.keep)}"
     yield from _info_difference(old, new)

@@ -10,26 +10,31 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from shardwise.sharding.derived import Base, Derived, Precision
+from shardwise.sharding.derived import Accumulation, Base, Derived, LossScale, Precision, Remat
 from shardwise.sharding.edits import (
     PHASES,
+    AccumulateEdit,
     Clauses,
     Edit,
     FreezeEdit,
     HomeEdit,
     KeepEdit,
+    LossScaleEdit,
     PrefetchEdit,
+    RematEdit,
     TreeAtEdit,
 )
 from shardwise.sharding.errors import PlanError, nearest
 from shardwise.sharding.failures import Failure, raise_failures
 from shardwise.sharding.homes import HOMES, Request, Target, place
 from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.modules import select_modules
 from shardwise.sharding.spec import Spec
 from shardwise.sharding.tree import FrozenMap, match, no_match, nothing_left, selects
 from shardwise.sharding.units import ParamInfo, Unit
 
 _PREFETCH_UNITS = 0
+_ONE_PASS = Accumulation()
 _PRECISION = Precision()
 
 
@@ -40,12 +45,16 @@ class Draft:
     mesh: Mesh
     infos: dict[str, ParamInfo]
     units: tuple[Unit, ...]
+    modules: tuple[str, ...]
     requests: dict[str, dict[str, Request]] = field(default_factory=dict)
     overrides: dict[tuple[str, str], TreeAtEdit] = field(default_factory=dict)
     claimed: set[str] = field(default_factory=set)
     keep: set[str] = field(default_factory=set)
     prefetch: int = _PREFETCH_UNITS
+    accumulation: Accumulation = _ONE_PASS
     precision: Precision = _PRECISION
+    loss_scale: LossScale | None = None
+    remat: dict[str, Remat] = field(default_factory=dict)
 
 
 class Kind(NamedTuple):
@@ -62,10 +71,16 @@ def replay(base: Base, edits: Iterable[Edit]) -> Derived:
         PlanError: an edit selects nothing, or asks for a layout some parameter cannot have; all
             failures in one error.
     """
-    draft = Draft(base.mesh, {info.path: info for info in base.infos}, base.units)
+    infos = {info.path: info for info in base.infos}
+    draft = Draft(base.mesh, infos, base.units, base.modules)
     for edit in edits:
         KINDS[edit.kind].apply(draft, edit)
     return _derive(draft)
+
+
+def uses_half(compute: Mapping[str, Spec], grads: Mapping[str, Spec]) -> bool:
+    """Whether float16 computes or carries gradients."""
+    return any(spec.dtype == "float16" for specs in (compute, grads) for spec in specs.values())
 
 
 def replay_order(edit: Edit) -> tuple[int, str]:
@@ -136,6 +151,34 @@ def _prefetch(draft: Draft, edit: PrefetchEdit) -> None:
     draft.prefetch = edit.distance
 
 
+def _loss_scale(draft: Draft, edit: LossScaleEdit) -> None:
+    if edit.value:
+        draft.loss_scale = LossScale(initial=float(edit.value), dynamic=False)
+        return
+    draft.loss_scale = LossScale(
+        initial=2.0**edit.initial_power,
+        window=edit.window,
+        hysteresis=edit.hysteresis,
+        minimum=edit.minimum,
+        consecutive_hysteresis=edit.consecutive_hysteresis,
+        maximum=edit.maximum,
+    )
+
+
+def _accumulate(draft: Draft, edit: AccumulateEdit) -> None:
+    draft.accumulation = Accumulation(edit.steps, edit.reduce, edit.gather)
+
+
+def _remat(draft: Draft, edit: RematEdit) -> None:
+    found = select_modules(edit.modules, draft.modules)
+    inside = [path for path in found if all(selects(clause, (path,)) for clause in edit.where)]
+    if not inside:
+        shown = (", ".join(map(repr, clause)) for clause in (edit.modules, *edit.where))
+        raise nothing_left(" and ".join(shown), draft.modules)
+    for path in inside:
+        draft.remat[path] = Remat(edit.policy, edit.names)
+
+
 def _tree_at(draft: Draft, edit: TreeAtEdit) -> None:
     paths = {name: info.path for info in draft.infos.values() for name in info.names}
     if edit.path not in paths:
@@ -160,6 +203,9 @@ KINDS: FrozenMap[str, Kind] = FrozenMap(
         Kind(FreezeEdit, _freeze),
         Kind(KeepEdit, _keep),
         Kind(PrefetchEdit, _prefetch),
+        Kind(LossScaleEdit, _loss_scale),
+        Kind(AccumulateEdit, _accumulate),
+        Kind(RematEdit, _remat),
         Kind(TreeAtEdit, _tree_at),
     )
 )
@@ -193,8 +239,25 @@ def _derive(draft: Draft) -> Derived:
         batch=tuple(axis for axis in draft.mesh.names if axis not in draft.claimed),
         keep=frozenset(draft.keep),
         prefetch=draft.prefetch,
+        accumulation=draft.accumulation,
         precision=draft.precision,
+        remat=_remat_in_order(draft),
+        loss_scale=draft.loss_scale or _default_loss_scale(compute, homes["grads"]),
     )
+
+
+def _remat_in_order(draft: Draft) -> FrozenMap[str, Remat]:
+    """Outer modules first; what the last edit said of a module counts."""
+    chosen = draft.remat
+    asked = [path for path in draft.modules if path in chosen]
+    return FrozenMap((path, chosen[path]) for path in asked if chosen[path].policy != "nothing")
+
+
+def _default_loss_scale(
+    compute: Mapping[str, Spec], grads: Mapping[str, Spec]
+) -> LossScale | None:
+    """Without a word from the user, float16 is scaled and nothing else is."""
+    return LossScale() if uses_half(compute, grads) else None
 
 
 def _override(draft: Draft, info: ParamInfo, edit: TreeAtEdit) -> Spec | Failure:

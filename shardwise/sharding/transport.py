@@ -20,6 +20,7 @@ order must not depend on the rank, since gloo pairs whatever meets without an er
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.sharding.compat import set_group_timeout, timeout_of
 from shardwise.sharding.movement import Pending, Transport
 
 _SMALL_BYTES = 256 * 1024
@@ -48,6 +50,34 @@ def scratch_bytes(stack_bytes: int, ranks: int) -> int:
     if stack_bytes <= _WHOLE_STACK_BYTES:
         return stack_bytes
     return stack_bytes // ranks // _PIECES * _PIECES_IN_FLIGHT * (ranks - 1)
+
+
+class Alone:
+    """The transport of a world of one."""
+
+    def all_gather(self, out: Tensor, mine: Tensor, axis: str) -> None:
+        """Copy."""
+        out.copy_(mine)
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, axis: str) -> None:
+        """Copy."""
+        out.copy_(whole)
+
+    def all_reduce(self, whole: Tensor, axis: str) -> None:
+        """Nothing to add."""
+
+    def all_to_all(
+        self, out: Tensor, mine: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        """Copy."""
+        out.copy_(mine)
+
+    def broadcast(self, whole: Tensor) -> None:
+        """Nothing to fetch."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The one value."""
+        return [value]
 
 
 class _All:
@@ -71,6 +101,12 @@ class _Grouped:
         self._groups = groups
         self._sizes = {axis: group.size() for axis, group in groups.items()}
         self._places = {axis: group.rank() for axis, group in groups.items()}
+
+    def all_to_all(
+        self, out: Tensor, mine: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        """See `Transport.all_to_all`."""
+        dist.all_to_all_single(out, mine, list(received), list(sent))
 
     def broadcast(self, whole: Tensor) -> None:
         """See `Transport.broadcast`."""
@@ -199,13 +235,25 @@ def _add_rows(out: Tensor, rows: Sequence[Tensor]) -> None:
         out.add_(row)
 
 
-def make_transport(device_mesh: DeviceMesh) -> Transport:
-    """The transport for the backend of a torch mesh, with a group for every axis that has peers."""
+def make_transport(device_mesh: DeviceMesh, *, timeout: float | None = None) -> Transport:
+    """The transport for the backend of a torch mesh, with a group for every axis that has peers.
+
+    Args:
+        device_mesh: over all ranks of the job.
+        timeout: seconds that a collective over an axis may wait; default: as long as one of the
+            default group, where torch would give every axis its own 30 minutes.
+    """
     names = device_mesh.mesh_dim_names or ()
     groups = {
         name: device_mesh.get_group(name)
         for index, name in enumerate(names)
         if device_mesh.size(index) > 1
     }
+    whole = dist.group.WORLD
+    waits = timeout_of(whole, device_mesh.device_type) if whole is not None else None
+    waits = waits if timeout is None else datetime.timedelta(seconds=timeout)
+    for group in groups.values():
+        if group is not whole and waits is not None:
+            set_group_timeout(waits, group)
     backend = str(dist.get_backend())
     return Gloo(groups) if "gloo" in backend else Native(groups)

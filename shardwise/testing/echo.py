@@ -7,6 +7,7 @@ tensors on threads of their own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,12 @@ class Echo:
         scratch = _scratch(all_reduce_scratch_bytes(whole.nbytes, self._mesh[axis]))
         whole.mul_(self._mesh[axis])
         del scratch
+
+    def all_to_all(
+        self, out: Tensor, mine: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        """Every peer sends zeros."""
+        out.zero_()
 
     def broadcast(self, whole: Tensor) -> None:
         """Rank 0 has what this rank has."""

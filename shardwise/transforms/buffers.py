@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.buckets import Bucket
-from shardwise.sharding.compat import copy_all
-from shardwise.sharding.layout import Regroup
+from shardwise.sharding.compat import add_all, copy_all
+from shardwise.sharding.layout import Layout, Regroup
 from shardwise.sharding.movement import (
     Collective,
     Mover,
@@ -64,6 +64,8 @@ class BucketBuffers:
         self._full: Storage | None = None
         self._stack: Storage | None = None
         self._send: Storage | None = None
+        self._whole: Tensor | None = None  # unreduced gradients of earlier passes
+        self._landed: Tensor | None = None
         if not bucket.in_place:
             self._full = Storage([bucket.compute.length], bucket.compute.dtype, device)
             self.views = [entry.view(self._full.tensor) for entry in bucket.compute.entries]
@@ -118,8 +120,10 @@ class BucketBuffers:
         self._pending = gather(self._mover, wire, self._stack.tensor, items)
 
     def finish(self) -> None:
-        """Put the gathered values where the compute views show them."""
+        """Put the gathered values where the compute views show them, unless an earlier pass has."""
         if self._full is None or self._flat is None:
+            return
+        if self._full.is_taken if self._stack is None else self._in_flight == 0:
             return
         if self._stack is None:
             self._full.take()
@@ -148,35 +152,100 @@ class BucketBuffers:
         if self._full is not None:
             self._full.give_back()
 
-    def reset(self) -> None:
-        """Free everything, whatever the state; what is in flight must not write freed memory."""
+    def rest(self, *, keep: bool) -> None:
+        """End a pass, whatever its state; what is in flight must not write freed memory.
+
+        Args:
+            keep: leave the compute views full for the next pass.
+        """
         finish(self._pending)
         self._pending = None
         self._flat = None
         self._in_flight = 0
-        for storage in (self._full, self._stack, self._send):
+        for storage in (self._stack, self._send, None if keep else self._full):
             if storage is not None:
                 storage.give_back()
 
-    def reduce(self, grads: Sequence[Tensor | None], items: Sequence[Collective]) -> Tensor:
-        """Move whole, unreduced gradients to the landing layout; None counts as zero."""
-        regroup = self.bucket.reduce
-        if regroup is None or self._send is None:
-            landed = self._pack_whole(grads)
-            scatters = 0
-        else:
-            scatters = len(regroup.axes)
-            self._send.take()
-            self._pack_parts(regroup, grads)
-            landed = scatter(self._mover, self._send.tensor, items[:scatters])
-            self._send.give_back()
-        for item in items[scatters:]:
-            finish(self._mover.all_reduce(landed, item))
-        return landed
+    def reset(self) -> None:
+        """Free everything, gradients included."""
+        self.rest(keep=False)
+        self._whole = self._landed = None
 
-    def _pack_whole(self, grads: Sequence[Tensor | None]) -> Tensor:
+    def reduce(
+        self, grads: Sequence[Tensor | None], items: Sequence[Collective], *, ends: bool
+    ) -> None:
+        """Add whole, unreduced gradients to those of earlier calls, and move them; None is zero.
+
+        Args:
+            grads: of the parameters in turn.
+            items: what moves at this call.
+            ends: whether this is the unit's last call in the step.
+        """
+        regroup = self.bucket.reduce
+        scatters = 0
+        if regroup is None or self._send is None:
+            self._landed = self._add_whole(self._landed, grads)
+        elif not self.bucket.keeps_whole:
+            self._land(self._scatter(regroup, grads, items))
+            scatters = len(regroup.axes)
+        else:
+            self._whole = self._add_whole(self._whole, grads)
+            if ends:
+                self._land(self._scatter(regroup, self._take_whole(), items))
+                scatters = len(regroup.axes)
+        for item in items[scatters:]:
+            assert self._landed is not None
+            finish(self._mover.all_reduce(self._landed, item))
+
+    def take_landed(self) -> Tensor:
+        """The landed gradients of all calls, which this no longer holds; zeros without a call."""
+        landed, self._landed = self._landed, None
         layout = self.bucket.landing
         assert layout is not None
+        if landed is None:
+            return torch.zeros(layout.length, dtype=layout.dtype, device=self._device)
+        return landed
+
+    def _land(self, part: Tensor) -> None:
+        self._landed = part if self._landed is None else self._landed.add_(part)
+
+    def _scatter(
+        self, regroup: Regroup, grads: Sequence[Tensor | None], items: Sequence[Collective]
+    ) -> Tensor:
+        """This rank's part of the sum of whole gradients."""
+        assert self._send is not None
+        self._send.take()
+        self._pack_parts(regroup, grads)
+        del grads  # those that were kept whole have no other holder: freed before they move
+        landed = scatter(self._mover, self._send.tensor, items[: len(regroup.axes)])
+        self._send.give_back()
+        return landed
+
+    @property
+    def _whole_layout(self) -> Layout:
+        """Whole gradients in the dtype that they land in."""
+        landing, compute = self.bucket.landing, self.bucket.compute
+        assert landing is not None
+        return compute.cast(landing.dtype) if landing.axes else landing
+
+    def _take_whole(self) -> list[Tensor]:
+        """Views of the kept gradients, which this no longer holds."""
+        whole, self._whole = self._whole, None
+        assert whole is not None
+        return [entry.view(whole) for entry in self._whole_layout.entries]
+
+    def _add_whole(self, sums: Tensor | None, grads: Sequence[Tensor | None]) -> Tensor:
+        """Whole gradients in one flat tensor, added to what is there already."""
+        if sums is None:
+            return self._pack_whole(grads)
+        entries = zip(self._whole_layout.entries, grads, strict=True)
+        pairs = [(entry.view(sums), grad) for entry, grad in entries if grad is not None]
+        if pairs:
+            add_all([mine for mine, _ in pairs], [grad for _, grad in pairs])
+        return sums
+
+    def _pack_whole(self, grads: Sequence[Tensor | None]) -> Tensor:
+        layout = self._whole_layout
         flat = torch.empty(layout.length, dtype=layout.dtype, device=self._device)
         targets: list[Tensor] = []
         sources: list[Tensor] = []

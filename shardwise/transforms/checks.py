@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from shardwise.sharding.compat import FakeTensor, TorchDispatchMode
 from shardwise.sharding.errors import ImplicitCommError, UnitError
 from shardwise.sharding.movement import Mover
-from shardwise.transforms.unit_runtime import UnitRuntime, place
+from shardwise.transforms.outputs import place
+from shardwise.transforms.unit_runtime import UnitRuntime
 
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
@@ -98,8 +99,8 @@ def _unpack(saved: Any) -> Tensor:
     )
 
 
-def refuse_reentrant(loss: Tensor) -> None:
-    """Refuse `torch.utils.checkpoint(use_reentrant=True)` anywhere in the graph of the loss.
+def refuse_reentrant(losses: Sequence[Tensor]) -> None:
+    """Refuse `torch.utils.checkpoint(use_reentrant=True)` anywhere in the graph of the loss terms.
 
     Its backward runs a pass of its own that accumulates into `.grad`, where no step looks.
 
@@ -107,7 +108,7 @@ def refuse_reentrant(loss: Tensor) -> None:
         UnitError: the graph holds such a checkpoint.
     """
     seen: set[Any] = set()
-    waiting = [loss.grad_fn]
+    waiting = [loss.grad_fn for loss in losses]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

@@ -6,7 +6,8 @@ compute buffer and gather stack of a unit at its entry, its whole gradients whil
 the send stack while it reduces, and the landed gradients that fill up as backward proceeds. The
 transient is the peak of all that less `grads`, where landed gradients are listed; it is below the
 largest sum of buffers whenever the peak comes before the last gradient has landed. Activations are
-the model's own and not counted.
+the model's own and not counted. What a step of several passes keeps between them is part of the
+transient, and listed by itself.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.pytree import tree_leaves
 from shardwise.sharding.transport import all_reduce_scratch_bytes, scratch_bytes
 from shardwise.transforms.lowering import Lowering
-from shardwise.transforms.order import Action, Walk
+from shardwise.transforms.order import Action, Schedule, Walk
 from shardwise.transforms.stepping import Stepping
+
+_DISTINCT = 3
+"""Passes that may differ in what they hold."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,12 @@ class Memory:
         buffers: the module's buffers.
         padding: how much of the above holds no element (alignment and uneven blocks).
         transient: peak of a step beyond rest and `grads`, without activations.
-        activations: what the forward pass of one rank's batch saves; None while unknown.
+        activations: what the forward pass of one rank's batch, or micro-batch, saves; None while
+            unknown.
+        recompute: what the largest recomputation of a module makes in backward, beside
+            `activations`; 0 without remat, None while unknown.
+        kept_grads: of the transient, whole gradients that are kept from pass to pass.
+        kept_weights: of the transient, gathered weights that are kept likewise.
         kind: memory kind.
     """
 
@@ -51,6 +60,9 @@ class Memory:
     padding: int
     transient: int
     activations: int | None = None
+    recompute: int | None = None
+    kept_grads: int = 0
+    kept_weights: int = 0
     kind: str = "device"
 
     @property
@@ -65,10 +77,21 @@ class Memory:
 
     def __str__(self) -> str:
         activations = "unknown" if self.activations is None else f"{self.activations:,} B"
+        kept = [
+            f"{words} {nbytes:,} B"
+            for words, nbytes in (
+                ("whole gradients", self.kept_grads),
+                ("gathered weights", self.kept_weights),
+            )
+            if nbytes
+        ]
+        between = f" (kept between passes: {', '.join(kept)})" if kept else ""
         return (
             f"memory per rank ({self.kind}): rest {self.rest_bytes:,} B (params {self.params:,}, "
             f"master {self.master:,}, opt {self.opt:,}, buffers {self.buffers:,}), "
-            f"grads {self.grads:,} B, transient {self.transient:,} B, activations {activations}"
+            f"grads {self.grads:,} B, transient {self.transient:,} B{between}, "
+            f"activations {activations}"
+            + (f" and {self.recompute:,} B while recomputing" if self.recompute else "")
         )
 
 
@@ -88,6 +111,9 @@ def predict_memory(lowering: Lowering) -> Memory:
         padding=sum(_padding(lowering, b, per_element) for b in buckets),
         transient=max(_passes_peak(lowering) - grads, _update_peak(lowering)),
         activations=lowering.activation_bytes,
+        recompute=lowering.recomputation.peak_bytes if lowering.recomputation else None,
+        kept_grads=sum(whole_bytes(b) for b in buckets),
+        kept_weights=sum(full_bytes(b) for b in buckets) if lowering.schedule.keeps else 0,
     )
 
 
@@ -184,56 +210,103 @@ def _sum_bytes(bucket: Bucket, mesh: Mesh) -> int:
     return max(all_reduce_scratch_bytes(nbytes, mesh[axis]) for axis in bucket.sum_axes)
 
 
+def whole_bytes(bucket: Bucket) -> int:
+    """Whole gradients that the passes of a step add up, if they do."""
+    if bucket.landing is None or not bucket.keeps_whole:
+        return 0
+    return bucket.compute.cast(bucket.landing.dtype).nbytes
+
+
+def _send_bytes(bucket: Bucket) -> int:
+    """What gradients are packed into before they are scattered."""
+    if bucket.reduce is None or bucket.landing is None:
+        return 0
+    return bucket.landing.nbytes * bucket.reduce.parts
+
+
 def _passes_peak(lowering: Lowering) -> int:
     """Peak of forward and backward, landed gradients included."""
-    level = _Level()
-    buckets = lowering.buckets
-    schedule = lowering.schedule
+    walk = _StepWalk(lowering)
+    schedules = lowering.schedules
+    # The passes between the first two and the last one are alike, and leave what they found.
+    for schedule in schedules if len(schedules) <= _DISTINCT else (*schedules[:2], schedules[-1]):
+        walk.forward(schedule)
+        walk.backward(schedule)
+    return walk.level.peak
 
-    def start(action: Action) -> None:
-        for bucket in buckets[action.event.unit]:
-            level.add(stack_bytes(bucket) + issue_bytes(bucket))
-            level.remove(issue_bytes(bucket))
 
-    def fill(unit: str) -> None:
-        for bucket in buckets[unit]:
-            level.add(full_bytes(bucket))
-            level.remove(stack_bytes(bucket))
+class _StepWalk:
+    """What the engine takes and gives back in the passes of one step."""
 
-    def empty(unit: str) -> None:
-        level.remove(sum(full_bytes(b) for b in buckets[unit]))
+    def __init__(self, lowering: Lowering) -> None:
+        self.level = _Level()
+        self._buckets = lowering.buckets
+        self._staying = lowering.staying
+        self._mesh = lowering.plan.mesh
+        self._held: set[str] = set()  # buckets with gradients of an earlier call
 
-    def stays(unit: str) -> bool:
-        return unit in lowering.staying
+    def forward(self, schedule: Schedule) -> None:
+        """Fill units as they are entered, empty them as they are left."""
+        walk = Walk(schedule.forward, schedule.prefetch, self._start)
+        for index, action in enumerate(schedule.forward):
+            walk.meet(index)
+            unit = action.event.unit
+            if action.kind == "gather":
+                self._fill(unit)
+            elif action.event.kind == "leave" and unit not in self._staying:
+                self._empty(unit)
 
-    walk = Walk(schedule.forward, schedule.prefetch, start)
-    for index, action in enumerate(schedule.forward):
-        walk.meet(index)
-        if action.kind == "gather":
-            fill(action.event.unit)
-        elif not stays(action.event.unit):
-            empty(action.event.unit)
-    landed: set[str] = set()
-    walk = Walk(schedule.backward, schedule.prefetch, start)
-    for index, action in enumerate(schedule.backward):
-        walk.meet(index)
-        unit = action.event.unit
-        if action.kind == "gather":
-            fill(unit)
-            continue
-        level.add(sum(grad_bytes(b) for b in buckets[unit]))
-        if action.event.grad or stays(unit):
-            empty(unit)
-        for bucket in buckets[unit]:
-            level.add(scatter_bytes(bucket))
+    def backward(self, schedule: Schedule) -> None:
+        """Fill units again, empty them, add and move their gradients."""
+        walk = Walk(schedule.backward, schedule.prefetch, self._start)
+        for index, action in enumerate(schedule.backward):
+            walk.meet(index)
+            unit = action.event.unit
+            if action.kind == "gather":
+                self._fill(unit)
+                continue
+            if action.kind == "none":  # the end of a unit in a recomputation around it
+                self._empty(unit)
+                continue
+            self.level.add(sum(grad_bytes(b) for b in self._buckets[unit]))
+            if not schedule.keeps and (action.event.grad or unit in self._staying):
+                self._empty(unit)
+            if action.event.grad:
+                for bucket in self._buckets[unit]:
+                    self._reduce(bucket, ends=action.ends)
+            self.level.remove(sum(grad_bytes(b) for b in self._buckets[unit]))
+
+    def _start(self, action: Action) -> None:
+        for bucket in self._buckets[action.event.unit]:
+            self.level.add(stack_bytes(bucket) + issue_bytes(bucket))
+            self.level.remove(issue_bytes(bucket))
+
+    def _fill(self, unit: str) -> None:
+        for bucket in self._buckets[unit]:
+            self.level.add(full_bytes(bucket))
+            self.level.remove(stack_bytes(bucket))
+
+    def _empty(self, unit: str) -> None:
+        self.level.remove(sum(full_bytes(b) for b in self._buckets[unit]))
+
+    def _reduce(self, bucket: Bucket, *, ends: bool) -> None:
+        level, before = self.level, bucket.name in self._held
+        self._held.add(bucket.name)
+        if bucket.keeps_whole:
+            level.add(0 if before else whole_bytes(bucket))
+            if not ends:
+                return
+            # The whole gradients are freed once they are packed, before they move.
+            level.add(_send_bytes(bucket))
+            level.remove(whole_bytes(bucket))
+            level.add(scatter_bytes(bucket) - _send_bytes(bucket))
             level.remove(scatter_bytes(bucket) - landing_bytes(bucket))
-            level.add(_sum_bytes(bucket, lowering.plan.mesh))
-            level.remove(_sum_bytes(bucket, lowering.plan.mesh))
-            if unit in landed:  # of an earlier call; the engine adds the two
-                level.remove(landing_bytes(bucket))
-        landed.add(unit)
-        level.remove(sum(grad_bytes(b) for b in buckets[unit]))
-    return level.peak
+        elif bucket.reduce is not None or not before:
+            level.add(scatter_bytes(bucket))
+            level.remove(scatter_bytes(bucket) - (0 if before else landing_bytes(bucket)))
+        if ends:
+            level.add(_sum_bytes(bucket, self._mesh))
+            level.remove(_sum_bytes(bucket, self._mesh))
 
 
 def _update_peak(lowering: Lowering) -> int:

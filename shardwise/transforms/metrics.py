@@ -14,12 +14,15 @@ class Metrics:
 
     Args:
         loss: mean over all elements of the global batch.
-        tokens: number of those elements.
-        grad_norm: 2-norm of the whole gradient; None unless the optimizer asks for it.
-        applied: whether parameters were updated.
+        tokens: number of those elements; of several loss terms, of the one that counts most.
+        grad_norm: 2-norm of the whole gradient; None unless the optimizer asks for it, or if the
+            step was skipped.
+        applied: whether parameters were updated; of `program.grads`, whether an update would.
         reason: why not, else "".
-        skipped_steps: how many updates were not applied so far.
-        aux: means of the auxiliary metrics.
+        skipped_steps: how many updates were not applied so far, this one included.
+        scale: what the loss was multiplied by before backward; None in `eval`.
+        aux: means of the auxiliary metrics and, without their weights, of the loss terms; NaN where
+            nothing counts.
     """
 
     loss: Tensor
@@ -28,4 +31,5 @@ class Metrics:
     applied: bool = True
     reason: str = ""
     skipped_steps: int = 0
+    scale: Tensor | None = None
     aux: Mapping[str, Tensor] = field(default_factory=dict)

@@ -13,12 +13,20 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.sharding.errors import UnitError
 from shardwise.sharding.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Replace = Callable[[list[Tensor]], Sequence[Tensor]]
+
+
+def place(tensor: Tensor) -> int:
+    """Where the values of a tensor lie; 0 for one without a storage of its own."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 def replace_tensors(output: Any, unit: str, replace: Replace) -> Any:
@@ -46,7 +54,8 @@ def _is_record(leaf: Any) -> bool:
     return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
 
 
-def _is_cache(leaf: Any) -> bool:
+def is_cache(leaf: Any) -> bool:
+    """Whether an object is a cache of keys and values, or a layer of one; see [Note: caches]."""
     known = callable(getattr(leaf, "get_seq_length", None)) and hasattr(leaf, "__dict__")
     return known and not isinstance(leaf, type | nn.Module)
 
@@ -55,7 +64,7 @@ def _parts(leaf: Any) -> Mapping[str, Any] | None:
     """What a dataclass, a cache or a subclass of dict holds, by name; some outputs are both."""
     if isinstance(leaf, dict):
         return leaf
-    if _is_cache(leaf):
+    if is_cache(leaf):
         return vars(leaf)
     if _is_record(leaf):
         return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
@@ -109,7 +118,7 @@ def _rebuild(leaf: Any, new: Any) -> Any:
     parts = _parts(leaf)
     if parts is None:
         return leaf
-    in_place = not isinstance(leaf, dict) and _is_cache(leaf)
+    in_place = not isinstance(leaf, dict) and is_cache(leaf)
     rebuilt = leaf if in_place else copy.copy(leaf)
     for name, part in list(parts.items()):
         value = tree_map(lambda leaf: _rebuild(leaf, new), part)

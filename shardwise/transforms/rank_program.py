@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.optim.loss_scale import init_loss_scale, next_divisor, next_loss_scale
 from shardwise.sharding.functional import make_template
 from shardwise.sharding.gradients import Grads
 from shardwise.sharding.leaves import Home
@@ -22,14 +23,16 @@ from shardwise.transforms.buffer_sync import (
     find_buffers,
     read_buffers,
 )
+from shardwise.transforms.carry import FromState, carry_state
+from shardwise.transforms.finite import agree_on_fault, checked_grads, nonfinite_flag
 from shardwise.transforms.initialise import FromModule, Shards, check_source, take_module
 from shardwise.transforms.loss import Loss, Mean, bad_count, no_gradient
 from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
 from shardwise.transforms.metrics import Metrics
 from shardwise.transforms.module_init import InitModule, init_from_seed
-from shardwise.transforms.passes import Passes
+from shardwise.transforms.passes import Passes, loss_multiplier
 from shardwise.transforms.runtime import Engine
-from shardwise.transforms.scalars import changed_metrics, other_metrics, pack_scalars
+from shardwise.transforms.scalars import changed_metrics, check_counts, other_metrics, pack_scalars
 from shardwise.transforms.settle import Failure, agree_on_batch, raise_together, settle
 from shardwise.transforms.stepping import init_opt
 from shardwise.transforms.unit_runtime import UnitRuntime
@@ -76,11 +79,11 @@ class RankProgram:
             )
             for unit in plan.units
         }
-        self.engine = Engine(units, lowering.schedule)
-        self.stage = Stage(self.template, plan.units, self.engine)
+        self.engine = Engine(units)
+        self.stage = Stage(self.template, plan.units, self.engine, plan.remat)
         self.home = make_home(lowering, rank, device_mesh)
         self._settled = False
-        self._debug = debug
+        self.debug = debug
         self.passes = Passes(
             self.stage, self.engine, self.mover, self.buffer_sites, device=device, debug=debug
         )
@@ -88,14 +91,20 @@ class RankProgram:
     # -- init -------------------------------------------------------------------------------
 
     def init(
-        self, source: int | FromModule, seed: int | None = None, init: InitModule | None = None
+        self,
+        source: int | FromModule | FromState,
+        seed: int | None = None,
+        init: InitModule | None = None,
     ) -> State:
-        """A fresh state from a seed or from a module's values.
+        """A fresh state from a seed or a module's values, or another program's state carried over.
 
         Raises:
             InitError: some value is missing; every rank raises.
+            StateError: the state that is carried does not fit; every rank raises.
             RankError: an init failed on another rank.
         """
+        if isinstance(source, FromState):
+            return self._carried(source, seed)
         plan = self.lowering.plan
         shards = Shards(self.lowering.all_buckets, plan.mesh, self.mover.coords, self.device)
         seed = self._agree_seed(seed if seed is not None else source)
@@ -118,6 +127,12 @@ class RankProgram:
             buffers = {name: source.tensors[name].to(self.device) for name in buffers}
         return self._first_state(shards, buffers, seed)
 
+    def _carried(self, source: FromState, seed: int | None) -> State:
+        state = carry_state(source, self.lowering, self.home, self.mover, self.device)
+        if seed is None:
+            return state
+        return replace(state, seed=torch.tensor(self._agree_seed(seed), dtype=torch.int64))
+
     def _first_state(self, shards: Shards, buffers: dict[str, Tensor], seed: int) -> State:
         buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         for buffer in buffers.values():
@@ -130,7 +145,9 @@ class RankProgram:
             buffer_values=buffers,
             seed=torch.tensor(seed, dtype=torch.int64),
             count=torch.zeros((), dtype=torch.int64),
-            scale_value=torch.ones((), dtype=torch.float64),
+            scaling=init_loss_scale(
+                self.lowering.plan.loss_scale, half=self.lowering.plan.uses_half
+            ),
             extra_value=None,
         )
 
@@ -147,46 +164,85 @@ class RankProgram:
         """Normalised gradients, the buffers after forward, and metrics."""
         self.home.check(state.home, "state")
         state = adopt(state)
-        self._settle(batch)
-        self.mover.begin(self.lowering.schedule.items)
+        self._settle(batch, steps=self.lowering.plan.accumulation.steps)
+        self.mover.begin(self.lowering.pass_items)
         done = self.passes.train(self.lowering, state, batch)
         landed = done.landed
         self.mover.expect(self.lowering.buffer_items)
-        buffers = average_buffers(self.mover, self.lowering, done.buffers)
-        values = self._reduce_scalars(done.loss, done.failure, self.lowering.trainable)
-        flags = values[FIXED_SCALARS : FIXED_SCALARS + len(self.lowering.trainable)].tolist()
-        used = frozenset(p for p, f in zip(self.lowering.trainable, flags, strict=True) if f > 0)
+        ran = done.num_passes > 0
+        buffers = average_buffers(self.mover, self.lowering, done.buffers, ran=ran)
+        flag = nonfinite_flag(landed.values(), self.device)
+        trainable = self.lowering.trainable
+        values, numbers = self._reduce_scalars(done.loss, done.failure, trainable, flag)
+        flags = numbers[FIXED_SCALARS : FIXED_SCALARS + len(trainable)]
+        used = frozenset(p for p, f in zip(trainable, flags, strict=True) if f > 0)
         if flags and not used:
             raise no_gradient(len(flags))
-        factor = 1.0 / values[1]
+        total, count, _, nonfinite = numbers[:FIXED_SCALARS]
+        fault = ""
+        if nonfinite or not math.isfinite(total):
+            fault = agree_on_fault(self.mover, self.lowering, landed, done.loss)
+        offset = FIXED_SCALARS + len(flags)
+        if done.counts is not None:
+            check_counts(self.lowering, done.counts.tolist(), numbers[offset:])
+        # A loss of several terms was divided by their counts before backward.
+        elements = 1.0 if self.lowering.terms else values[1]
+        factor = 1.0 / (elements * loss_multiplier(self.lowering, state))
         for flat in landed.values():
             flat.mul_(factor)
-        metrics = self._metrics(values, FIXED_SCALARS + len(flags))
-        return Grads(self.home, landed, used, buffers), metrics
+        metrics = self._metrics(
+            values,
+            offset,
+            applied=not fault,
+            reason=fault,
+            skipped_steps=int(state.loss_scale.skipped) + bool(fault),
+            scale=state.scale,
+        )
+        return Grads(self.home, landed, used, buffers, fault, count), metrics
 
-    def update(self, state: State, grads: Grads) -> tuple[State, Tensor | None]:
-        """One optimizer step in place; the state and the gradient norm if it was needed."""
+    def update(self, state: State, grads: Grads) -> tuple[State, Tensor | None, str]:
+        """One optimizer step in place, unless some gradient is not finite.
+
+        Returns:
+            The new state, the gradient norm if it was needed, and why the step was skipped.
+
+        Raises:
+            LossScaleError: the step would be skipped at the minimum of the loss scale.
+        """
         self.home.check(state.home, "state")
         state = adopt(state)
         self.home.check(grads.home, "set of gradients")
-        grads = grads.adopted()
-        self.mover.begin(self.lowering.update_items)
-        opt_flats, norm = run_update(self.mover, self.lowering, state, grads)
-        self.mover.end()
+        self.mover.begin(())
+        grads = checked_grads(self.mover, self.lowering, grads, self.device)
+        plan, fault = self.lowering.plan, grads.fault or ""
+        scaling = next_loss_scale(plan.loss_scale, state.loss_scale, finite=not fault, reason=fault)
+        scaling = next_divisor(scaling, grads.count, half=plan.uses_half)
+        if fault:
+            self.mover.end()
+            return replace(state, scaling=scaling, life=Life()), None, fault
+        self.mover.expect(self.lowering.update_items)
+        try:
+            opt_flats, norm = run_update(self.mover, self.lowering, state, grads)
+            self.mover.end()
+        except BaseException:
+            # Some buckets may hold new values and some old ones.
+            state.consume(f"update {int(state.count)}, which failed half-way")
+            raise
         new = replace(
             state,
             opt_flats=opt_flats,
             buffer_values=grads.buffers,
             count=state.step + 1,
+            scaling=scaling,
             life=Life(),
         )
-        return new, norm
+        return new, norm, ""
 
     def step(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """`update` of `grads`."""
         grads, metrics = self.grads(state, batch)
         ran = self.mover.executed
-        state, norm = self.update(state, grads)
+        state, norm, _ = self.update(state, grads)
         self.mover.executed = [*ran, *self.mover.executed]
         return state, replace(metrics, grad_norm=norm)
 
@@ -194,10 +250,11 @@ class RankProgram:
         """The loss without gradients, in eval mode."""
         self.home.check(state.home, "state")
         state = adopt(state)
-        self._settle(batch)
-        self.mover.begin(self.lowering.schedule.forward_items)
+        self._settle(batch, steps=1)
+        self.mover.begin(self.lowering.schedule.forward_items + self.lowering.count_items)
         loss, failure = self.passes.evaluate(self.lowering, state, batch)
-        return self._metrics(self._reduce_scalars(loss, failure, ()), FIXED_SCALARS)
+        values, _ = self._reduce_scalars(loss, failure, ())
+        return self._metrics(values, FIXED_SCALARS)
 
     def agree(self, value: bool) -> bool:
         """Whether every rank says so."""
@@ -209,10 +266,10 @@ class RankProgram:
         self.mover.end()
         return not noes.item()
 
-    def _settle(self, batch: Any) -> None:
+    def _settle(self, batch: Any, *, steps: int) -> None:
         """Once: agree with the other ranks, and lower in the order that a trace has shown."""
         if self._settled:
-            if self._debug:
+            if self.debug:
                 agree_on_batch(batch, self.mover.transport)
             return
         # A trace runs the user's code on fake tensors, and modules cache what they compute: the
@@ -223,21 +280,29 @@ class RankProgram:
         bind_buffers(sites, read_buffers(self.buffer_sites), ())
         self.lowering = settle(
             self.lowering,
-            Stage(template, plan.units, self.engine),
+            Stage(template, plan.units, self.engine, plan.remat),
             batch,
+            steps=steps,
             sites=sites,
             transport=self.mover.transport,
             device=self.device,
+            call=self.mover.call,
         )
-        self.engine.schedule = self.lowering.schedule
         self._settled = True
 
     # -- scalars ----------------------------------------------------------------------------
 
     def _reduce_scalars(
-        self, loss: Loss | None, failure: Failure, flags: tuple[str, ...]
-    ) -> Tensor:
+        self,
+        loss: Loss | None,
+        failure: Failure,
+        flags: tuple[str, ...],
+        nonfinite: Tensor | None = None,
+    ) -> tuple[Tensor, list[float]]:
         """ONE packed reduction of loss, count, failure, used flags and auxiliary metrics.
+
+        Returns:
+            The sums, and the same on the host.
 
         Raises:
             RankError: some rank has failed; on every rank.
@@ -248,19 +313,23 @@ class RankProgram:
         elif loss and tuple(loss.aux) != self.lowering.aux:
             loss, failure = None, Failure(changed_metrics(tuple(loss.aux), self.lowering.aux))
         used = self.engine.used
-        plain = [0.0 if loss else 1.0, *(float(path in used) for path in flags)]
+        failed = bool(str(failure))  # a rank without a batch has no loss, and has not failed
+        plain = [float(failed), 0.0, *(float(path in used) for path in flags)]
         means = [Mean(loss.total, loss.count), *loss.aux.values()] if loss else []
         values = pack_scalars(means, 1 + len(self.lowering.aux or ()), plain, self.device)
+        if nonfinite is not None:
+            values[FIXED_SCALARS - 1] = nonfinite
         items = self.lowering.scalar_items if flags else self.lowering.eval_scalar_items
         self.mover.expect(items)
         values = packed_sum(self.mover, values, items)
         self.mover.end()
-        _, count, failed = values[:FIXED_SCALARS].tolist()
+        numbers = values.tolist()
+        _, count, failed = numbers[:3]
         if failed:
             self._raise_together(failure)
         if not 0 < count < math.inf:
             raise bad_count(count)
-        return values
+        return values, numbers
 
     def _learn_aux(self, loss: Loss | None, failure: Failure) -> None:
         """Agree on the names of metrics that no trace could show."""
@@ -277,12 +346,16 @@ class RankProgram:
         finally:
             failure.take()  # also where a simulated peer has ended this rank
 
-    def _metrics(self, values: Tensor, offset: int) -> Metrics:
+    def _metrics(self, values: Tensor, offset: int, **about: Any) -> Metrics:
+        names = self.lowering.aux or ()
         aux = {
             name: values[offset + 2 * index] / values[offset + 2 * index + 1]
-            for index, name in enumerate(self.lowering.aux or ())
+            for index, name in enumerate(names)
         }
-        return Metrics(loss=values[0] / values[1], tokens=values[1], aux=aux)
+        if not self.lowering.terms:
+            return Metrics(loss=values[0] / values[1], tokens=values[1], aux=aux, **about)
+        counts = [values[offset + 2 * names.index(name) + 1] for name in self.lowering.terms]
+        return Metrics(loss=values[0], tokens=torch.stack(counts).max(), aux=aux, **about)
 
 
 def make_home(lowering: Lowering, rank: int, device_mesh: DeviceMesh) -> Home:

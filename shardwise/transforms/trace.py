@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,11 +22,13 @@ from shardwise.sharding.compat import FakeTensorMode, TorchDispatchMode
 from shardwise.sharding.errors import ShardwiseError
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.pytree import tree_leaves, tree_map
+from shardwise.transforms.activations import Activations, Recomputation
 from shardwise.transforms.binding import Binding, Stage
 from shardwise.transforms.faults import read_outside, written_in_place
 from shardwise.transforms.loss import parse_loss
-from shardwise.transforms.order import Event
+from shardwise.transforms.order import Event, call_of
 from shardwise.transforms.outputs import replace_tensors
+from shardwise.transforms.regions import Region
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -36,12 +39,15 @@ class Trace:
 
     Args:
         events: units in the order in which they were entered and left.
-        aux: names of the auxiliary metrics, sorted; None if the trace did not get there.
+        aux: names of the auxiliary metrics, loss terms included, sorted; None if the trace did not
+            get there.
+        terms: names of the loss terms if there are several, sorted.
         written: buffers that the forward pass changed.
         note: where the trace ended early, else "".
         activation_bytes: what autograd saves for backward beside parameters and batch; None if the
             trace ended early.
         forward_flops: of matrix products, convolutions and attention; None likewise.
+        recomputation: what recomputed modules change; None likewise.
     """
 
     events: tuple[Event, ...]
@@ -50,6 +56,8 @@ class Trace:
     note: str = ""
     activation_bytes: int | None = None
     forward_flops: int | None = None
+    terms: tuple[str, ...] = ()
+    recomputation: Recomputation | None = None
 
 
 def like(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -77,7 +85,10 @@ class Tracer:
         self._values: dict[str, list[Tensor]] = {}
         self._open: dict[str, int] = {}
         self._entered: dict[str, int] = {}
+        self._around: list[str] = []
+        self._num_calls: Counter[str] = Counter()
         self.events: list[Event] = []
+        self.activations: Activations | None = None
         infos = {info.path: info for info in plan.infos}
         with mode:
             for unit in plan.units:
@@ -101,7 +112,7 @@ class Tracer:
         self._bindings[unit].bind(self._values[unit])
         self._entered[unit] = len(self.events)
         grad = self._trainable[unit] and (unit in self._staying or torch.is_grad_enabled())
-        self.events.append(Event("enter", unit, grad))
+        self.events.append(Event("enter", unit, grad, tuple(self._around)))
 
     def leave(self, unit: str, output: Any, inputs: Any = None) -> Any:
         """Unbind and note; a frozen unit has a backward if its output has one."""
@@ -113,7 +124,7 @@ class Tracer:
         entered = self._entered[unit]
         grad = self.events[entered].grad or _requires_grad(output, unit)
         self.events[entered] = replace(self.events[entered], grad=grad)
-        self.events.append(Event("leave", unit, grad))
+        self.events.append(Event("leave", unit, grad, tuple(self._around)))
         self._bindings[unit].unbind(self._values[unit])
         return output
 
@@ -124,6 +135,25 @@ class Tracer:
         if not self._open.get(unit) or unit not in self._staying:
             raise read_outside(path, unit, "the trace of the forward pass")
         return self._values[unit][self._bindings[unit].index[path]]
+
+    def run(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module once and count what its recomputation will do."""
+        if not torch.is_grad_enabled() or self.activations is None:
+            return region.forward(*args, **kwargs)
+        call = call_of(region.name, self._num_calls[region.name])
+        self._num_calls[region.name] += 1
+        first = len(self.events)
+        self._around.append(call)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        try:
+            with self.activations.region(region, inputs):
+                output = region.forward(*args, **kwargs)
+        finally:
+            self._around.pop()
+        if region.spans and not _requires_grad(output, region.name):
+            # Backward never comes here, so nothing inside is gathered again.
+            self.events[first:] = [_outside(event, call) for event in self.events[first:]]
+        return output
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -147,6 +177,10 @@ def _fake_parameter(
     shape: tuple[int, ...], dtype: str, device: torch.device, trainable: bool
 ) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device=device, requires_grad=trainable)
+
+
+def _outside(event: Event, call: str) -> Event:
+    return replace(event, regions=tuple(region for region in event.regions if region != call))
 
 
 def _requires_grad(output: Any, unit: str) -> bool:
@@ -193,7 +227,7 @@ def trace(
     fakes = {name: mode.from_tensor(value) for name, value in held.items()}
     storages = {name: _storage(fake) for name, fake in fakes.items()}
     aux: tuple[str, ...] | None = None
-    activation_bytes: int | None = None
+    terms: tuple[str, ...] = ()
     flops = FlopCounterMode(display=False)
     writes = _Writes()
     note = ""
@@ -201,11 +235,12 @@ def trace(
         _hold(buffers, fakes)
         with mode:
             inputs = tree_map(lambda leaf: _fake_input(leaf, mode, device), batch)
-        saved = _Saved([*tracer.parameters, *tree_leaves(inputs), *fakes.values()])
+        known = [*tracer.parameters, *tree_leaves(inputs), *fakes.values()]
+        saved = tracer.activations = Activations(known, flops.get_total_flops)
         with _unlogged(), mode, torch.enable_grad(), saved.hooks(), flops, writes:
             tracer.enter("")
-            aux = tuple(parse_loss(loss_fn(stage.template.module, inputs), inputs).aux)
-        activation_bytes = saved.nbytes
+            loss = parse_loss(loss_fn(stage.template.module, inputs), inputs)
+            aux, terms = tuple(loss.aux), tuple(loss.terms)
         tracer.refuse_writes(writes.storages)
     except ShardwiseError:
         raise
@@ -223,8 +258,15 @@ def trace(
         _hold(buffers, held)
         tracer.close()
         stage.guide = guide
-    total = None if note else flops.get_total_flops()
-    return Trace(tuple(tracer.events), aux, written, note, activation_bytes, total)
+    seen = Trace(tuple(tracer.events), aux, written, note, terms=terms)
+    if note or tracer.activations is None:
+        return seen
+    return replace(
+        seen,
+        activation_bytes=tracer.activations.saved_bytes(written),
+        forward_flops=flops.get_total_flops(),
+        recomputation=tracer.activations.recomputation(),
+    )
 
 
 def _hold(
@@ -272,25 +314,6 @@ class _Writes(TorchDispatchMode):
         written = (given.get(name) for name in targets)
         self.storages |= {_storage(value) for value in written if isinstance(value, Tensor)}
         return func(*args, **(kwargs or {}))
-
-
-class _Saved:
-    """Adds up what autograd saves, each storage once."""
-
-    def __init__(self, known: Sequence[Any]) -> None:
-        self.nbytes = 0
-        self._seen = {_storage(leaf) for leaf in known if isinstance(leaf, Tensor)}
-
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Context in which saved tensors are counted."""
-        return torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
-
-    def _note(self, tensor: Tensor) -> Tensor:
-        storage = _storage(tensor)
-        if storage not in self._seen:
-            self._seen.add(storage)
-            self.nbytes += tensor.untyped_storage().nbytes()
-        return tensor.detach()
 
 
 def _storage(tensor: Tensor) -> int:
