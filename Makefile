@@ -21,9 +21,9 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[bench]"
 	-$(BIN)/python -m pip install -c constraints.txt -e ".[peers]"
-	$(BIN)/python benchmarks/host_overhead.py
+	$(BIN)/python -m benchmarks.host_overhead
 	$(BIN)/python -m benchmarks.numerics
-	$(BIN)/python benchmarks/training.py
+	$(BIN)/python -m benchmarks.training
 
 # torch first and alone: it is most of the download, and its version decides the rest.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -33,7 +33,10 @@ class Cast:
     outputs: str | None = None
 
     def __str__(self) -> str:
-        texts = [self.inputs or "as it comes", *([f"returns {self.outputs}"] if self.outputs else [])]
+        texts = [
+            self.inputs or "as it comes",
+            *([f"returns {self.outputs}"] if self.outputs else []),
+        ]
         return ", ".join(texts)
 
 

@@ -253,9 +253,7 @@ def _remat_in_order(draft: Draft) -> FrozenMap[str, Remat]:
     return FrozenMap((path, chosen[path]) for path in asked if chosen[path].policy != "nothing")
 
 
-def _default_loss_scale(
-    compute: Mapping[str, Spec], grads: Mapping[str, Spec]
-) -> LossScale | None:
+def _default_loss_scale(compute: Mapping[str, Spec], grads: Mapping[str, Spec]) -> LossScale | None:
     """Without a word from the user, float16 is scaled and nothing else is."""
     return LossScale() if uses_half(compute, grads) else None
 

@@ -58,6 +58,7 @@ class BucketBuffers:
         self._flat: Tensor | None = None
         self._source: Callable[[], Tensor | None] = lambda: None
         self._pending: Pending | None = None
+        self._summing: Pending | None = None
         self._in_flight = 0
         self._same_dtype = bucket.params.dtype == bucket.compute.dtype
         self.views: list[Tensor] = []
@@ -160,6 +161,7 @@ class BucketBuffers:
         """
         finish(self._pending)
         self._pending = None
+        self.land()
         self._flat = None
         self._in_flight = 0
         for storage in (self._stack, self._send, None if keep else self._full):
@@ -178,7 +180,7 @@ class BucketBuffers:
 
         Args:
             grads: of the parameters in turn.
-            items: what moves at this call.
+            items: what moves at this call; the last sum may be in flight until `land`.
             ends: whether this is the unit's last call in the step.
         """
         regroup = self.bucket.reduce
@@ -195,10 +197,17 @@ class BucketBuffers:
                 scatters = len(regroup.axes)
         for item in items[scatters:]:
             assert self._landed is not None
-            finish(self._mover.all_reduce(self._landed, item))
+            self.land()
+            self._summing = self._mover.all_reduce(self._landed, item)
+
+    def land(self) -> None:
+        """Have the gradients that were last reduced arrive."""
+        finish(self._summing)
+        self._summing = None
 
     def take_landed(self) -> Tensor:
         """The landed gradients of all calls, which this no longer holds; zeros without a call."""
+        self.land()
         landed, self._landed = self._landed, None
         layout = self.bucket.landing
         assert layout is not None
