@@ -15,12 +15,14 @@ from shardwise.transforms.accumulate import accumulate
 from shardwise.transforms.batch_sizes import BatchSizes, batch_sizes
 from shardwise.transforms.carry import from_state
 from shardwise.transforms.compose import chain, masked, partition, tree_at
+from shardwise.transforms.dropout import Dropout, dropout
 from shardwise.transforms.initialise import from_module
 from shardwise.transforms.loss import Mean
 from shardwise.transforms.loss_scale import loss_scale
 from shardwise.transforms.lower import Lowered, lower
 from shardwise.transforms.metrics import Metrics
 from shardwise.transforms.micro import MicroBatches
+from shardwise.transforms.precision import precision
 from shardwise.transforms.program import Program
 from shardwise.transforms.remat import name, remat, save
 from shardwise.transforms.trace import like
@@ -37,6 +39,7 @@ from shardwise.transforms.zero import (
 __all__ = [
     "Axes",
     "BatchSizes",
+    "Dropout",
     "Lifted",
     "Lowered",
     "Mean",
@@ -52,6 +55,7 @@ __all__ = [
     "accumulate",
     "batch_sizes",
     "chain",
+    "dropout",
     "errors",
     "freeze",
     "from_module",
@@ -65,6 +69,7 @@ __all__ = [
     "optim",
     "partition",
     "plan",
+    "precision",
     "prefetch",
     "remat",
     "rules",

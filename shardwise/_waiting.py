@@ -25,7 +25,7 @@ _LOOKS = 4
 _IDLE_TICKS = 3  # of 1/100 s; writing the stack takes some
 _WRITE_SECONDS = 0.3
 _IN_COLLECTIVE = re.compile(
-    r'\s*File "[^"]*(torch/distributed/|shardwise/sharding/transport)[^"]*", line'
+    r'\s*File "[^"]*(torch/distributed/|shardwise/sharding/(transport|movement))[^"]*", line'
 )
 
 
@@ -43,7 +43,7 @@ class Seen:
 
     @property
     def in_collective(self) -> bool:
-        """Whether the innermost frame is one of torch.distributed or of our transport."""
+        """Whether the innermost frame is one of torch.distributed or of our choke point."""
         return bool(_IN_COLLECTIVE.match(self.stack))
 
     def idle_since(self, before: Seen) -> bool:

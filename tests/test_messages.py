@@ -339,6 +339,12 @@ ENTRIES = [
         {"all_gather": 6, "reduce_scatter": 3, "nbytes": 2120},
     ),
     Entry(
+        errors.RandomError,
+        lambda: sw.dropout(torch.ones(2), 1.5),
+        ("Dropout of 1.5 is no probability", "sw.dropout(x, p)", "Fix: a number from 0 to 1"),
+        {"p": 1.5},
+    ),
+    Entry(
         TextError,
         stripped_python,
         ("has 0 source files with 0 bytes", "Fix: use a Python that"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
 
-from shardwise.optim.base import GradientTransform, Tensors
+from shardwise.optim.base import GradientTransform, Scale, Tensors, scale_of
 from shardwise.optim.checks import check_fraction, check_non_negative
 from shardwise.optim.flat import on_whole_vectors, scaled
 from shardwise.optim.schedules import Schedule, as_schedule, first_count
@@ -123,7 +123,7 @@ def _apply(
     grads: Tensors,
     opt_state: SGDState,
     *,
-    scale: Tensor | None = None,
+    scale: Scale | None = None,
     **_extra: Any,
 ) -> tuple[Tensors, SGDState]:
     rate = opt_state.learning_rate.copy_(settings.schedule(opt_state.count))
@@ -131,7 +131,7 @@ def _apply(
     for key, grad in grads.items():
         step = _step_fused if _has_fused(params[key]) else _step_plain
         written = [params[key], opt_state.mu[key]] if settings.momentum else [params[key]]
-        step(settings, rate, written, scaled(grad, params[key], scale))
+        step(settings, rate, written, scaled(grad, params[key], scale_of(scale, key)))
     return params, opt_state
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from shardwise.sharding.boundaries import Cast
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.rules import Rules
 from shardwise.sharding.spec import Spec
@@ -13,11 +14,21 @@ from shardwise.sharding.units import ParamInfo, Unit
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of the program; None: the parameter's own."""
+    """Dtypes beside those of the four layouts; see [Note: dtypes of a parameter] and [Note: casts].
 
-    params: str | None = None
-    compute: str | None = None
-    reduce: str | None = None
+    Args:
+        gather: by parameter, what its gathers carry.
+        reduce: by parameter, what its gradients are summed over ranks in.
+        stochastic: parameters that are rounded stochastically, and have no master copy.
+        casts: by module, what floating inputs and outputs are cast to; outer modules first.
+        buffers: by buffer, the dtype it rests in, where that is not its own.
+    """
+
+    gather: FrozenMap[str, str] = field(default_factory=FrozenMap)
+    reduce: FrozenMap[str, str] = field(default_factory=FrozenMap)
+    stochastic: frozenset[str] = frozenset()
+    casts: FrozenMap[str, Cast] = field(default_factory=FrozenMap)
+    buffers: FrozenMap[str, str] = field(default_factory=FrozenMap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +72,17 @@ class Accumulation:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What a plan starts from, before any edit; `modules` are the paths of those with a forward."""
+    """What a plan starts from, before any edit.
+
+    `modules` are the paths of those with a forward, `buffers` those of floating buffers.
+    """
 
     mesh: Mesh
     infos: tuple[ParamInfo, ...]
     units: tuple[Unit, ...]
     rules: Rules | None = None
     modules: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

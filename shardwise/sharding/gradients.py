@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.leaves import Flats, Home, Leaves, fill_layout, landing_layouts
 from shardwise.sharding.pytree import NAMESPACE, register
 
@@ -71,6 +72,19 @@ class Grads:
                 flats[bucket.name] = torch.zeros(layout.length, dtype=layout.dtype, device=device)
                 fill_layout(flats[bucket.name], layout, self.loose, self.home)
         return replace(self, flats=flats, loose=None)
+
+
+def rest_gradients(buckets: Iterable[Bucket], landed: Flats, factor: float | Tensor) -> None:
+    """Normalise landed gradients where they are, and put them to rest in the dtype of their home.
+
+    Args:
+        buckets: all of them.
+        landed: by bucket, in the dtype that they were added up in; entries are replaced.
+        factor: what gradients are multiplied by, before they are rounded.
+    """
+    for bucket in buckets:
+        if bucket.landing is not None:
+            landed[bucket.name] = landed[bucket.name].mul_(factor).to(bucket.landing.dtype)
 
 
 class _Rest:

@@ -1,4 +1,4 @@
-"""Paths of modules: what there is to call in a model, and the patterns that select it."""
+"""Paths of modules and buffers: what there is to call in a model, and what selects it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ def callable_modules(module: nn.Module) -> tuple[str, ...]:
     return tuple(
         path for path, part in module.named_modules() if type(part).forward is not nn.Module.forward
     )
+
+
+def float_buffers(module: nn.Module) -> tuple[str, ...]:
+    """Paths of all floating buffers; a shared one counts once.
+
+    >>> float_buffers(nn.BatchNorm1d(2))
+    ('running_mean', 'running_var')
+    """
+    return tuple(path for path, value in module.named_buffers() if value.is_floating_point())
 
 
 def module_patterns(where: Where, modules: Sequence[str]) -> tuple[str, ...]:

@@ -136,6 +136,15 @@ class Mover:
         """Add what is known only now."""
         self._expected = (*self._expected, *more)
 
+    @property
+    def can_join(self) -> bool:
+        """Whether what is left of a call can be run with nothing to give.
+
+        What each rank sends in an all-to-all between plans is known to the exchange only.
+        """
+        rest = self._expected[len(self.executed) :]
+        return self._lost is None and all(item.kind != "all_to_all" for item in rest)
+
     def finish_with_zeros(self, device: torch.device) -> None:
         """Run what is left of a call with nothing to give, after a failure on this rank.
 
@@ -318,14 +327,22 @@ def gather(
     return mover.all_gather(stack, part, items[-1])
 
 
-def scatter(mover: Mover, stack: Tensor, items: Sequence[Collective]) -> Tensor:
-    """Run `scatter_items` and return this rank's flat part of the sum."""
-    whole = stack
+def scatter(
+    mover: Mover, stack: Tensor, items: Sequence[Collective]
+) -> tuple[Tensor, Pending | None]:
+    """Run `scatter_items`: this rank's flat part of the sum, which may still be in flight.
+
+    Only the collective of a single axis may be: with several, what lies between is freed at once.
+    """
+    whole, pending = stack, None
     for item in items:
         part = whole.new_empty(whole.numel() // mover.mesh[item.axis])
-        finish(mover.reduce_scatter(part, whole, item))
+        pending = mover.reduce_scatter(part, whole, item)
+        if len(items) > 1:
+            finish(pending)
+            pending = None
         whole = part
-    return whole
+    return whole, pending
 
 
 def finish(pending: Pending | None) -> None:
@@ -344,22 +361,18 @@ def packed_items(
     )
 
 
-def packed_sum(
-    mover: Mover, values: Tensor, items: Sequence[Collective], shared: Tensor | None = None
-) -> Tensor:
+def packed_sum(mover: Mover, values: Tensor, items: Sequence[Collective]) -> Tensor:
     """Sum a vector of float64 scalars over mesh axes, added in rank order along each axis.
 
     Args:
         mover: the choke point.
         values: flat float64 vector.
         items: one collective per axis, from `packed_items`.
-        shared: bool `[len(items), n]`; True where an element is equal on all ranks of that axis
-            (a replicated gradient's norm) and counts once.
 
     Returns:
         The flat vector of sums, the same bits on every rank.
     """
-    for row, item in enumerate(items):
+    for item in items:
         size = mover.mesh[item.axis]
         stack = values.new_empty(size * values.numel())
         finish(mover.all_gather(stack, values, item))
@@ -367,7 +380,7 @@ def packed_sum(
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
-        values = total if shared is None else torch.where(shared[row], parts[0], total)
+        values = total
     return values
 
 

@@ -16,7 +16,7 @@ from shardwise.sharding.describe import describe, difference, explain
 from shardwise.sharding.edits import Clauses, Edit
 from shardwise.sharding.errors import PatternError, PlanError, strict_keywords
 from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.modules import callable_modules, module_patterns
+from shardwise.sharding.modules import callable_modules, float_buffers, module_patterns
 from shardwise.sharding.naming import name_axes
 from shardwise.sharding.plan_json import decode, encode
 from shardwise.sharding.replay import replay, replay_order, selected, uses_half
@@ -147,7 +147,7 @@ class Plan:
 
     @property
     def precision(self) -> Precision:
-        """Dtypes of the program."""
+        """Dtypes on the wire, casts, and rounding; those at rest are in the specs."""
         return self.derived.precision
 
     @property
@@ -163,7 +163,7 @@ class Plan:
     @property
     def uses_half(self) -> bool:
         """Whether float16 computes or carries gradients."""
-        return uses_half(self.compute, self.grads)
+        return uses_half(self.compute, self.grads, self.precision.reduce)
 
     def info(self, path: str) -> ParamInfo:
         """The parameter of that path or alias.
@@ -193,6 +193,10 @@ class Plan:
     def module_patterns(self, where: Where) -> tuple[str, ...]:
         """A selection of modules, by their own paths, as patterns."""
         return module_patterns(where, self.base.modules)
+
+    def buffer_patterns(self, where: Where) -> tuple[str, ...]:
+        """A selection of floating buffers as patterns."""
+        return as_patterns(where, self.base.buffers)
 
     def edit(self, *edits: Edit, site: str = "") -> Plan:
         """This plan with more edits; of equal edits only the last counts.
@@ -290,7 +294,8 @@ def plan(
     """
     _check_arguments(model, mesh, units)
     infos = name_axes(param_infos(model), axes or {})
-    base = Base(mesh, infos, find_units(model, infos, units), rules, callable_modules(model))
+    found = find_units(model, infos, units)
+    base = Base(mesh, infos, found, rules, callable_modules(model), float_buffers(model))
     result = Plan(base, module=model)
     for transform in transforms:
         result = apply_transform(transform, result)

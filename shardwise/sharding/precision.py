@@ -6,9 +6,10 @@ come in the compute dtype, are summed over ranks in `reduce`, and rest in `grads
 steps in `master`. What is not given follows from what is: `compute` from `params`, `gather` from
 `compute`, `reduce` is float32 or the compute dtype if that is wider, `grads` follows `reduce`, and
 `master` is float32 or the params dtype if that is wider. A parameter that no `precision` selects
-has its own dtype everywhere. With stochastic rounding no master copy rests: the optimizer steps a
-float32 copy of one group at a time, and what comes out is rounded up or down at random, so that the
-mean is right.
+has its own dtype everywhere. Passes of a step add gradients up in the wider of `reduce` and
+`grads`. With stochastic rounding no master copy rests: the optimizer steps a copy in float32 (or in
+`master`, if that is wider), and what comes out is rounded up or down at random, so that the mean is
+right; see [Note: stochastic rounding].
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ _HALF_BYTES = 2
 class PrecisionEdit(Edit):
     """Set dtypes; None leaves what earlier edits have set.
 
-    `where` selects the parameters, `modules` the modules that `outputs` is for (`""`: the model),
-    `buffer_paths` the buffers that `buffers` is for.
+    One edit is for parameters, which `where` selects, for the `outputs` of `modules` (patterns over
+    their paths, `""`: the model), or for the `buffers` of `buffer_paths` (patterns; none: all). In
+    the latter two `where` holds only the masks around the call.
     """
 
     kind: ClassVar[str] = "precision"

@@ -5,7 +5,9 @@ A trace runs no backward, so a region's forward has to tell what its recomputati
 stops a recomputation at the last tensor that the region has saved; an operation saves its inputs
 before it runs. So the flops of a recomputation are those of the operations before the last save,
 without those whose results the policy keeps. Its bytes are what the region would have saved. Until
-then the region holds its inputs, if no region around it is to recompute them, and what is kept.
+then the region holds its inputs, if no region around it is to recompute them, and what is kept. A
+region inside of another one keeps its values twice while that one is recomputed, unless both keep
+them: the recomputation runs the inner region as forward did.
 """
 
 from __future__ import annotations
@@ -61,12 +63,14 @@ class _Open:
         start: flops before it.
         last: flops at the last save inside of it.
         packed: what it has saved.
+        inner_kept: what regions inside keep.
         inner_bytes: what the largest recomputation inside makes.
     """
 
     start: int
     last: int
     packed: list[Tensor] = field(default_factory=list[Tensor])
+    inner_kept: list[Tensor] = field(default_factory=list[Tensor])
     inner_bytes: int = 0
 
 
@@ -142,10 +146,14 @@ class Activations:
         made = _Storages([*self._known, *inputs, *kept.tensors])
         for tensor in opened.packed:
             made.add(tensor)
-        nbytes = made.nbytes + opened.inner_bytes
+        after = made.nbytes + opened.inner_bytes
+        for tensor in opened.inner_kept:
+            made.add(tensor)
+        nbytes = max(after, made.nbytes)
         self._peak_bytes = max(self._peak_bytes, nbytes)
         if around is not None:
             around.inner_bytes = max(around.inner_bytes, nbytes)
+            around.inner_kept += [*kept.tensors, *opened.inner_kept]
 
     def _pack(self, opened: _Open, tensors: Sequence[Tensor]) -> None:
         opened.last = self._meter()

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from shardwise.sharding.boundaries import Cast
 from shardwise.sharding.derived import Remat
 from shardwise.sharding.errors import UnitError
 from shardwise.sharding.functional import Template
 from shardwise.sharding.plan import Unit
+from shardwise.transforms.casts import install_casts
+from shardwise.transforms.draws import locate
+from shardwise.transforms.dropout import Dropout
 from shardwise.transforms.regions import Region
 from shardwise.transforms.replaying import aside
 
 _NOTHING: Mapping[str, Remat] = {}
+_NO_CASTS: Mapping[str, Cast] = {}
 
 
 class Binding:
@@ -82,6 +87,7 @@ class Stage:
         units: from the plan.
         guide: who is asked.
         remat: modules to recompute and what to keep of them.
+        casts: of inputs and outputs of modules.
     """
 
     def __init__(
@@ -90,15 +96,18 @@ class Stage:
         units: Sequence[Unit],
         guide: Guide,
         remat: Mapping[str, Remat] = _NOTHING,
+        casts: Mapping[str, Cast] = _NO_CASTS,
     ) -> None:
         self.template = template
         self.guide = guide
         modules = list(template.module.modules())
         root_trains = template.module.training
         self._modules = [(module, module.training or not root_trains) for module in modules]
+        self._locate(lambda module: isinstance(module, Dropout))
         self._training: bool | None = None
         owner = {path: unit.name for unit in units for path in unit.params}
         template.watch(lambda path: aside(self.guide.resolve, path, owner[path]))
+        install_casts(template.module, casts)
         trainable = {path for path, p in template.placeholders.items() if p.requires_grad}
         for unit in units:
             if unit.kind != "root":
@@ -109,6 +118,15 @@ class Stage:
         self._regions = [
             self._recompute(path, policy, inner, names) for path, policy in remat.items()
         ]
+
+    def locate_all(self) -> None:
+        """Have every module say that it runs, since `dropout` may be called by any of them."""
+        self._locate(lambda module: not isinstance(module, Dropout))
+
+    def _locate(self, wanted: Callable[[nn.Module], bool]) -> None:
+        for path, module in self.template.module.named_modules():
+            if wanted(module):
+                locate(module, path)
 
     def set_written(self, buffers: Collection[str]) -> None:
         """Say which buffers a forward pass writes: a recomputation must not write them again."""

@@ -59,19 +59,19 @@ class BucketBuffers:
         self._source: Callable[[], Tensor | None] = lambda: None
         self._pending: Pending | None = None
         self._summing: Pending | None = None
+        self._scattered: tuple[Tensor, Pending | None] | None = None
         self._in_flight = 0
-        self._same_dtype = bucket.params.dtype == bucket.compute.dtype
         self.views: list[Tensor] = []
         self._full: Storage | None = None
         self._stack: Storage | None = None
         self._send: Storage | None = None
         self._whole: Tensor | None = None  # unreduced gradients of earlier passes
-        self._landed: Tensor | None = None
+        self._sums: Tensor | None = None  # what all passes so far have landed
         if not bucket.in_place:
             self._full = Storage([bucket.compute.length], bucket.compute.dtype, device)
             self.views = [entry.view(self._full.tensor) for entry in bucket.compute.entries]
         if bucket.gather:
-            self._stack = Storage(bucket.gather.stack, bucket.compute.dtype, device)
+            self._stack = Storage(bucket.gather.stack, bucket.wire.dtype, device)
             self._out, self._in = self._copy_out(self._stack.tensor)
             self._stack.give_back()
         if self._full:
@@ -117,7 +117,7 @@ class BucketBuffers:
         finish(self._pending)
         self._in_flight += 1
         self._stack.take()
-        wire = self._flat if self._same_dtype else self._flat.to(self.bucket.compute.dtype)
+        wire = self._flat.to(self.bucket.wire.dtype)  # itself, if it has that dtype
         self._pending = gather(self._mover, wire, self._stack.tensor, items)
 
     def finish(self) -> None:
@@ -171,7 +171,7 @@ class BucketBuffers:
     def reset(self) -> None:
         """Free everything, gradients included."""
         self.rest(keep=False)
-        self._whole = self._landed = None
+        self._whole = self._sums = None
 
     def reduce(
         self, grads: Sequence[Tensor | None], items: Sequence[Collective], *, ends: bool
@@ -180,62 +180,92 @@ class BucketBuffers:
 
         Args:
             grads: of the parameters in turn.
-            items: what moves at this call; the last sum may be in flight until `land`.
+            items: what moves at this call; the last of it may be in flight until `land`.
             ends: whether this is the unit's last call in the step.
         """
         regroup = self.bucket.reduce
         scatters = 0
         if regroup is None or self._send is None:
-            self._landed = self._add_whole(self._landed, grads)
+            self._sums = self._add_whole(self._sums, grads)
         elif not self.bucket.keeps_whole:
-            self._land(self._scatter(regroup, grads, items))
+            self._scatter(regroup, grads, items)
             scatters = len(regroup.axes)
         else:
             self._whole = self._add_whole(self._whole, grads)
             if ends:
-                self._land(self._scatter(regroup, self._take_whole(), items))
+                self._scatter(regroup, self._take_whole(), items)
                 scatters = len(regroup.axes)
         for item in items[scatters:]:
-            assert self._landed is not None
             self.land()
-            self._summing = self._mover.all_reduce(self._landed, item)
+            self._sum_over(item)
+
+    def _sum_over(self, item: Collective) -> None:
+        """Add up the landed gradients of replicas."""
+        sums, layout = self._sums, self.bucket.reduced
+        assert sums is not None
+        assert layout is not None
+        if sums.dtype == layout.dtype:
+            self._summing = self._mover.all_reduce(sums, item)
+            return
+        # At once: a copy in the dtype of the wire would rest for as long as it is in flight.
+        wire = sums.to(layout.dtype)
+        finish(self._mover.all_reduce(wire, item))
+        sums.copy_(wire)
 
     def land(self) -> None:
         """Have the gradients that were last reduced arrive."""
+        self.collect()
         finish(self._summing)
         self._summing = None
 
+    def collect(self) -> None:
+        """Have a reduce-scatter arrive, and free what it was sent from."""
+        if self._scattered is None or self._send is None:
+            return
+        (part, pending), self._scattered = self._scattered, None
+        finish(pending)
+        self._send.give_back()
+        self._land(part)
+
     def take_landed(self) -> Tensor:
-        """The landed gradients of all calls, which this no longer holds; zeros without a call."""
+        """The landed gradients of all calls, which this no longer holds; zeros without a call.
+
+        They are in the dtype that they were added up in.
+        """
         self.land()
-        landed, self._landed = self._landed, None
-        layout = self.bucket.landing
+        sums, self._sums = self._sums, None
+        layout = self.bucket.sums
         assert layout is not None
-        if landed is None:
+        if sums is None:
             return torch.zeros(layout.length, dtype=layout.dtype, device=self._device)
-        return landed
+        return sums
 
     def _land(self, part: Tensor) -> None:
-        self._landed = part if self._landed is None else self._landed.add_(part)
+        assert self.bucket.sums is not None
+        if self._sums is None:
+            self._sums = part.to(self.bucket.sums.dtype)
+        else:
+            self._sums.add_(part)
 
     def _scatter(
         self, regroup: Regroup, grads: Sequence[Tensor | None], items: Sequence[Collective]
-    ) -> Tensor:
-        """This rank's part of the sum of whole gradients."""
+    ) -> None:
+        """Sum and cut whole gradients; they may be in flight until `collect`."""
         assert self._send is not None
+        self.collect()
         self._send.take()
         self._pack_parts(regroup, grads)
         del grads  # those that were kept whole have no other holder: freed before they move
-        landed = scatter(self._mover, self._send.tensor, items[: len(regroup.axes)])
-        self._send.give_back()
-        return landed
+        self._scattered = scatter(self._mover, self._send.tensor, items[: len(regroup.axes)])
+        if self._scattered[1] is None or not self.bucket.in_place:
+            self.collect()  # gathered weights need the room; see `memory.flies`
 
     @property
     def _whole_layout(self) -> Layout:
-        """Whole gradients in the dtype that they land in."""
-        landing, compute = self.bucket.landing, self.bucket.compute
-        assert landing is not None
-        return compute.cast(landing.dtype) if landing.axes else landing
+        """Whole gradients in the dtype that they are added up in."""
+        sums, compute = self.bucket.sums, self.bucket.compute
+        assert sums is not None
+        return compute.cast(sums.dtype) if sums.axes else sums
 
     def _take_whole(self) -> list[Tensor]:
         """Views of the kept gradients, which this no longer holds."""

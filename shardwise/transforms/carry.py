@@ -111,7 +111,13 @@ def from_state(state: Any) -> Any:
 
 
 def carry_state(
-    source: FromState, lowering: Lowering, home: Home, mover: Mover, device: torch.device
+    source: FromState,
+    lowering: Lowering,
+    home: Home,
+    mover: Mover,
+    *,
+    buffers: Mapping[str, Tensor],
+    device: torch.device,
 ) -> State:
     """The state of `source` as one of this program; all ranks take part.
 
@@ -120,6 +126,7 @@ def carry_state(
         lowering: of this program.
         home: of this program.
         mover: the choke point.
+        buffers: of this program, for their dtypes.
         device: where tensors live.
 
     Raises:
@@ -147,10 +154,13 @@ def carry_state(
         flats=carry.flats,
         masters=carry.masters,
         opt_flats=carry.opt,
-        buffer_values=_buffers(state, lowering, device),
+        buffer_values={
+            name: value.to(device, buffers[name].dtype, copy=True)
+            for name, value in state.buffer_values.items()
+        },
         seed=state.seed.clone(),
         count=state.count.clone(),
-        scaling=_scaling(state.scaling, lowering.plan),
+        scaling=_scaling(state.scaling, state.home, lowering.plan),
         life=Life(),
     )
 
@@ -180,6 +190,9 @@ def _plan(given: State, lowering: Lowering, device: torch.device) -> _Carry:
     state = adopt(given)
     _check_model(state, lowering)
     old_grid, new_grid = _grids(state.home.mesh), _grids(lowering.plan.mesh)
+    # First, as an optimizer's init sees parameters to be thrown away: later they would be a peak.
+    place = lowering.plan.mesh.coords(state.home.rank)
+    fresh = init_opt(lowering.stepping, place, device)
     held = _parameters(state, old_grid)
     flats: Flats = {}
     masters: Flats = {}
@@ -196,8 +209,6 @@ def _plan(given: State, lowering: Lowering, device: torch.device) -> _Carry:
         if bucket.has_master and bucket.opt:
             masters[bucket.name] = fill(bucket, bucket.opt)
     opt = OptCarry(groups_of(state.home), lowering.stepping.groups, old_grid, new_grid)
-    place = lowering.plan.mesh.coords(state.home.rank)
-    fresh = init_opt(lowering.stepping, place, device)
     opt_flats = opt.carry(state.opt_flats, fresh)
     if opt.faults:
         raise _other_optimizer(opt.faults)
@@ -234,26 +245,16 @@ def _trained(buckets: tuple[Bucket, ...]) -> tuple[str, ...]:
     return tuple(path for bucket in buckets if bucket.opt for path in bucket.paths)
 
 
-def _buffers(state: State, lowering: Lowering, device: torch.device) -> dict[str, Tensor]:
-    """Copies, in the dtypes that the program has."""
-    dtypes = {name: buffer.dtype for name, buffer in lowering.module.named_buffers()}
-    return {
-        name: value.to(device, dtypes.get(name, value.dtype), copy=True)
-        for name, value in state.buffer_values.items()
-    }
-
-
-def _scaling(old: LossScaleState, plan: Plan) -> LossScaleState:
-    """The loss scale with its counters, where both programs scale; a fresh one with counts else."""
-    fresh = init_loss_scale(plan.loss_scale, half=plan.uses_half)
-    counts = {"skipped": old.skipped.clone(), "skipped_in_a_row": old.skipped_in_a_row.clone()}
-    dynamic = plan.loss_scale is not None and plan.loss_scale.dynamic
-    if dynamic and float(old.scale) != 1.0:
-        names = ("scale", "good_steps", "hysteresis")
-        counts |= {name: getattr(old, name).clone() for name in names}
-    if plan.uses_half and float(old.divisor) != 1.0:
-        counts["divisor"] = old.divisor.clone()
-    return fresh._replace(**counts)
+def _scaling(old: LossScaleState, home: Home, plan: Plan) -> LossScaleState:
+    """The loss scale with its counters where both programs scale alike; a fresh one with counts."""
+    kept = init_loss_scale(plan.loss_scale, half=plan.uses_half)._asdict()
+    was, now = home.loss_scale, plan.loss_scale
+    names = ["skipped", "skipped_in_a_row"]
+    if was == now or (was and now and was.dynamic and now.dynamic):
+        names += ["scale", "good_steps", "hysteresis"]
+    if home.half == plan.uses_half:
+        names += ["divisor"]
+    return LossScaleState(**kept | {name: getattr(old, name).clone() for name in names})
 
 
 def _about(state: State) -> str:

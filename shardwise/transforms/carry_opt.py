@@ -5,7 +5,10 @@ Both states are trees of the same optimizer, over other groups of other paramete
 parameters share (a count, a rate) is taken over. A dict over parameters is taken over path by path:
 what both programs train keeps its values, what only the new one trains keeps those of a fresh
 state. A number that a whole group shares is taken from the parameters that were trained before;
-they must agree. So a parameter that begins to train has new moments, but counts with the others.
+they must agree. So a parameter that begins to train has new moments, but counts with the others:
+Adam's first step for it is then up to three times its rate, as no bias is corrected any more. A
+transform whose parameters are all new starts as a whole, its count included; `partition` makes one
+of the parameters that are to train later, as its `otherwise`, if that is wanted.
 """
 
 from __future__ import annotations
@@ -68,10 +71,12 @@ class OptCarry:
         if type(old) is not type(new):
             self.faults.append(f"{at}: was {type(old).__name__}, is {type(new).__name__}")
             return new
+        now = _one_level(new)
+        if self._begins(now.children):
+            return new
         if isinstance(new, dict):
             return self._dict(old, new, at)
-        was = optree.tree_flatten_one_level(old, namespace=NAMESPACE)
-        now = optree.tree_flatten_one_level(new, namespace=NAMESPACE)
+        was = _one_level(old)
         if len(was.children) != len(now.children):
             self.faults.append(f"{at}: had {len(was.children)} parts, has {len(now.children)}")
             return new
@@ -80,6 +85,12 @@ class OptCarry:
             for entry, one, other in zip(now.entries, was.children, now.children, strict=True)
         ]
         return now.unflatten_func(now.metadata, parts)
+
+    def _begins(self, parts: Sequence[Any]) -> bool:
+        """Whether these are the state of one transform, over new parameters only."""
+        over = [part for part in parts if is_over(part, self._new_keys)]
+        paths = {path for part in over for path in _paths(part, self.target_groups)}
+        return bool(paths) and self._both.isdisjoint(paths)
 
     def _dict(self, old: dict[Any, Any], new: dict[Any, Any], at: str) -> dict[Any, Any]:
         """A dict by name; one side may lack what only parameters of its own have."""
@@ -154,7 +165,7 @@ class OptCarry:
                 entry = group.layout.by_path[path]
                 sources[path] = Held(Lying(self.source_grid(()), entry), numbers[path])
         if flat:
-            self._missing(paths, sources, f"{group.layout.dtype} like the parameter", at)
+            self._missing(paths, sources, f"{_name(group.layout.dtype)} like the parameter", at)
             layout = group.layout.cast(value.dtype)
             grid: Grid = self.target_grid(layout.axes)
             self.fills.append(Fill(group.unit, value, layout, grid, sources))
@@ -187,6 +198,10 @@ def _paths(values: Flats, groups: Sequence[Group]) -> set[str]:
     return whole.union(path for group in groups for path in group.paths if path in values)
 
 
+def _one_level(node: Any) -> Any:
+    return optree.tree_flatten_one_level(node, namespace=NAMESPACE)
+
+
 def _is_leaf(value: Any) -> bool:
     return optree.treespec_is_leaf(
         optree.tree_structure(value, is_leaf=lambda part: part is not value, namespace=NAMESPACE)
@@ -207,5 +222,9 @@ def _step(node: Any, entry: Any) -> str:
 
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+        return f"{_name(value.dtype)} of shape {tuple(value.shape)}"
     return type(value).__name__
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

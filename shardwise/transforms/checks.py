@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.sharding.compat import FakeTensor, TorchDispatchMode
+from shardwise.sharding.compat import FakeTensor, TorchDispatchMode, storage_key
 from shardwise.sharding.errors import ImplicitCommError, UnitError
 from shardwise.sharding.movement import Mover
 from shardwise.transforms.outputs import place
@@ -72,12 +72,15 @@ class _Saved:
 
 
 def _pack(units: Mapping[str, UnitRuntime]) -> Any:
+    owners: dict[int, str] = {}
+
     def pack(tensor: Tensor) -> Any:
-        pointer = place(tensor)
-        for unit in units.values():
-            if pointer and pointer in unit.storage_pointers:
-                return _Saved(tensor.detach(), unit.name)
-        return tensor
+        if not place(tensor):
+            return tensor
+        if not owners:  # by now the units have loaded the weights of this step
+            owners.update((key, unit.name) for unit in units.values() for key in unit.storage_keys)
+        owner = owners.get(storage_key(tensor))
+        return tensor if owner is None else _Saved(tensor.detach(), owner)
 
     return pack
 

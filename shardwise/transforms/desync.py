@@ -90,6 +90,8 @@ def agreed(
     try:
         result = run()
     except Exception as error:
+        if not mover.can_join:
+            raise
         mover.finish_with_zeros(device)
         failure = error
     ran = tuple(mover.executed)
@@ -120,6 +122,7 @@ def _reported(result: Any) -> str:
         return ""
     numbers: dict[str, Any] = {"loss": result.loss, "tokens": result.tokens, **result.aux}
     numbers |= {} if result.grad_norm is None else {"grad_norm": result.grad_norm}
+    numbers |= result.group_norms
     words = [f"{name}={_digits(value)}" for name, value in numbers.items()]
     return f"applied={result.applied} skipped={result.skipped_steps} {' '.join(words)}"
 

@@ -16,11 +16,13 @@ from shardwise.sharding.functional import make_template
 from shardwise.sharding.movement import payload_bytes
 from shardwise.sharding.plan import Plan
 from shardwise.transforms.binding import Stage
-from shardwise.transforms.buffer_sync import find_buffers
+from shardwise.transforms.buffer_sync import bind_buffers, find_buffers, read_buffers
+from shardwise.transforms.casts import cast_buffers
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.memory import Memory, predict_memory
 from shardwise.transforms.micro import first_micro
 from shardwise.transforms.order import registration_order
+from shardwise.transforms.precision import warn_of_lost_updates
 from shardwise.transforms.program import Program, bind
 from shardwise.transforms.regions import Region
 from shardwise.transforms.trace import LossFunction, trace
@@ -108,6 +110,7 @@ def lower(
     batch: Any = None,
     module: nn.Module | None = None,
     count_fn: Callable[[Any], Mapping[str, Any]] | None = None,
+    grad_norm: bool = False,
 ) -> Lowered:
     """Work out what a step of this plan runs, moves and holds. No process group, no device.
 
@@ -121,6 +124,8 @@ def lower(
         module: the module, for a plan that was read from JSON.
         count_fn: `count_fn(batch) -> {term: count}`, what the loss counts, without running the
             model; needed for a loss of several terms under `accumulate(n)`.
+        grad_norm: report the 2-norm of the gradient in every step's metrics, also if the optimizer
+            does not clip; 8 bytes per distinct set of mesh axes in one packed reduction.
 
     Raises:
         LowerError: the module is missing or another one, the optimizer is none of ours, or several
@@ -136,15 +141,19 @@ def lower(
             fix="lower(plan, loss_fn, optimizer, module=model)",
         )
     _check_optimizer(optimizer)
+    warn_of_lost_updates(plan, stacklevel=4)
     shapes = {info.path: info.shape for info in plan.infos if info.trainable}
     buckets = make_buckets(plan, parts_of(optimizer, shapes))
     events = registration_order(plan, buckets)
-    lowered = Lowered(plan, loss_fn, optimizer, module, buckets, events, count_fn=count_fn)
+    about: dict[str, Any] = {"count_fn": count_fn, "grad_norm": grad_norm}
+    lowered = Lowered(plan, loss_fn, optimizer, module, buckets, events, **about)
     if batch is None:
         return lowered
     device = torch.device("cpu")
-    stage = Stage(make_template(module, plan.infos, device), plan.units, _Nobody(), plan.remat)
+    template, precision = make_template(module, plan.infos, device), plan.precision
+    stage = Stage(template, plan.units, _Nobody(), plan.remat, precision.casts)
     sites = find_buffers(stage.template.module)
+    bind_buffers(sites, cast_buffers(read_buffers(sites), precision.buffers), ())
     micro = first_micro(batch, plan.accumulation.steps)
     seen = trace(plan, stage, loss_fn, micro, buffers=sites, device=device, staying=lowered.staying)
     return cast(Lowered, lowered.with_trace(seen, seen.events))

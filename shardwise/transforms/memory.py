@@ -15,17 +15,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
-from shardwise.sharding.buckets import Bucket, Route
+from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.pytree import tree_leaves
-from shardwise.sharding.transport import all_reduce_scratch_bytes, scratch_bytes
+from shardwise.sharding.transport import (
+    all_reduce_scratch_bytes,
+    scratch_bytes,
+    stays_in_flight,
+)
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.order import Action, Schedule, Walk
-from shardwise.transforms.stepping import Stepping
+from shardwise.transforms.update_memory import update_peak
 
 _DISTINCT = 3
 """Passes that may differ in what they hold."""
@@ -109,7 +114,7 @@ def predict_memory(lowering: Lowering) -> Memory:
         grads=grads,
         buffers=_buffer_bytes(lowering),
         padding=sum(_padding(lowering, b, per_element) for b in buckets),
-        transient=max(_passes_peak(lowering) - grads, _update_peak(lowering)),
+        transient=max(_passes_peak(lowering) - grads, update_peak(lowering)),
         activations=lowering.activation_bytes,
         recompute=lowering.recomputation.peak_bytes if lowering.recomputation else None,
         kept_grads=sum(whole_bytes(b) for b in buckets),
@@ -118,7 +123,11 @@ def predict_memory(lowering: Lowering) -> Memory:
 
 
 def _buffer_bytes(lowering: Lowering) -> int:
-    return sum(buffer.nbytes for buffer in lowering.module.buffers())
+    dtypes = lowering.plan.precision.buffers
+    return sum(
+        buffer.numel() * getattr(torch, dtypes[name]).itemsize if name in dtypes else buffer.nbytes
+        for name, buffer in lowering.module.named_buffers()
+    )
 
 
 def _state_bytes_per_element(leaves: list[object], buckets: Sequence[Bucket]) -> int:
@@ -184,44 +193,57 @@ def grad_bytes(bucket: Bucket) -> int:
 
 
 def landing_bytes(bucket: Bucket) -> int:
-    """Reduced gradients; 0 for a frozen bucket."""
-    return bucket.landing.nbytes if bucket.landing else 0
+    """Reduced gradients, as the passes of a step add them up; 0 for a frozen bucket."""
+    return bucket.sums.nbytes if bucket.sums else 0
 
 
 def scatter_bytes(bucket: Bucket) -> int:
     """A reduce-scatter at its peak: send stack, parts between axes, scratch, and the result."""
-    if bucket.reduce is None or bucket.landing is None:
+    if bucket.reduce is None or bucket.reduced is None:
         return landing_bytes(bucket)
-    held = whole = bucket.landing.nbytes * bucket.reduce.parts
+    held = whole = bucket.reduced.nbytes * bucket.reduce.parts
     peak = 0
     for size in bucket.reduce.stack[:-1]:
         scratch = scratch_bytes(whole, size)
         whole //= size
         held += whole
         peak = max(peak, held + scratch)
-    return peak
+    return max(peak, bucket.reduced.nbytes + landing_bytes(bucket))
+
+
+def flies(bucket: Bucket) -> bool:
+    """Whether a reduce-scatter is in flight until another unit reduces.
+
+    Where modules read the home itself, what it holds meanwhile takes the room that gathered weights
+    would take; where weights are gathered, it would come on top.
+    """
+    if bucket.reduce is None or bucket.reduced is None or not bucket.in_place:
+        return False
+    several = len(bucket.reduce.axes) > 1
+    return not several and stays_in_flight(bucket.reduced.nbytes * bucket.reduce.parts)
 
 
 def _sum_bytes(bucket: Bucket, mesh: Mesh) -> int:
-    """Beside the landed gradients, while replicas are summed."""
-    if bucket.landing is None or not bucket.sum_axes:
+    """Beside the landed gradients, while replicas are summed: a cast and scratch."""
+    if bucket.reduced is None or bucket.sums is None or not bucket.sum_axes:
         return 0
-    nbytes = bucket.landing.nbytes
-    return max(all_reduce_scratch_bytes(nbytes, mesh[axis]) for axis in bucket.sum_axes)
+    nbytes = bucket.reduced.nbytes
+    cast = nbytes if bucket.reduced.dtype != bucket.sums.dtype else 0
+    return cast + max(all_reduce_scratch_bytes(nbytes, mesh[axis]) for axis in bucket.sum_axes)
 
 
 def whole_bytes(bucket: Bucket) -> int:
     """Whole gradients that the passes of a step add up, if they do."""
-    if bucket.landing is None or not bucket.keeps_whole:
+    if bucket.sums is None or not bucket.keeps_whole:
         return 0
-    return bucket.compute.cast(bucket.landing.dtype).nbytes
+    return bucket.compute.cast(bucket.sums.dtype).nbytes
 
 
 def _send_bytes(bucket: Bucket) -> int:
     """What gradients are packed into before they are scattered."""
-    if bucket.reduce is None or bucket.landing is None:
+    if bucket.reduce is None or bucket.reduced is None:
         return 0
-    return bucket.landing.nbytes * bucket.reduce.parts
+    return bucket.reduced.nbytes * bucket.reduce.parts
 
 
 def _passes_peak(lowering: Lowering) -> int:
@@ -232,6 +254,7 @@ def _passes_peak(lowering: Lowering) -> int:
     for schedule in schedules if len(schedules) <= _DISTINCT else (*schedules[:2], schedules[-1]):
         walk.forward(schedule)
         walk.backward(schedule)
+    walk.rest()
     return walk.level.peak
 
 
@@ -244,6 +267,7 @@ class _StepWalk:
         self._staying = lowering.staying
         self._mesh = lowering.plan.mesh
         self._held: set[str] = set()  # buckets with gradients of an earlier call
+        self._flying: dict[str, int] = {}  # bytes that landing frees, by bucket
 
     def forward(self, schedule: Schedule) -> None:
         """Fill units as they are entered, empty them as they are left."""
@@ -272,9 +296,23 @@ class _StepWalk:
             if not schedule.keeps and (action.event.grad or unit in self._staying):
                 self._empty(unit)
             if action.event.grad:
+                self._land()
                 for bucket in self._buckets[unit]:
                     self._reduce(bucket, ends=action.ends)
             self.level.remove(sum(grad_bytes(b) for b in self._buckets[unit]))
+        self._land()
+
+    def _land(self) -> None:
+        """What is in flight arrives."""
+        self.level.remove(sum(self._flying.values()))
+        self._flying = {}
+
+    def rest(self) -> None:
+        """Bring the landed gradients to the dtype of their home, bucket by bucket."""
+        for bucket in chain.from_iterable(self._buckets.values()):
+            if bucket.sums and bucket.landing and bucket.sums.dtype != bucket.landing.dtype:
+                self.level.add(bucket.landing.nbytes)
+                self.level.remove(bucket.sums.nbytes)
 
     def _start(self, action: Action) -> None:
         for bucket in self._buckets[action.event.unit]:
@@ -300,67 +338,18 @@ class _StepWalk:
             level.add(_send_bytes(bucket))
             level.remove(whole_bytes(bucket))
             level.add(scatter_bytes(bucket) - _send_bytes(bucket))
-            level.remove(scatter_bytes(bucket) - landing_bytes(bucket))
+            self._scattered(bucket, scatter_bytes(bucket) - landing_bytes(bucket), ends=ends)
         elif bucket.reduce is not None or not before:
             level.add(scatter_bytes(bucket))
-            level.remove(scatter_bytes(bucket) - (0 if before else landing_bytes(bucket)))
+            left = 0 if before else landing_bytes(bucket)
+            self._scattered(bucket, scatter_bytes(bucket) - left, ends=ends)
         if ends:
             level.add(_sum_bytes(bucket, self._mesh))
             level.remove(_sum_bytes(bucket, self._mesh))
 
-
-def _update_peak(lowering: Lowering) -> int:
-    """Peak of the update.
-
-    Gradients and weights that are not in the `opt` home are brought there first and held until the
-    end; beside them there is one movement or one optimizer group at a time.
-    """
-    held = peak = 0
-    for bucket in lowering.all_buckets:
-        if bucket.name not in lowering.routes or bucket.opt is None:
-            continue
-        grads, params, _ = lowering.routes[bucket.name]
-        if grads.gather or grads.cut or grads.source.dtype != bucket.opt.dtype:
-            held += bucket.opt.nbytes
-            peak = max(peak, held + _route_bytes(grads))
-        if params.cut and not bucket.has_master:
-            held += bucket.opt.nbytes
-    peak = max(peak, held + _whole_bytes(lowering.stepping))
-    for bucket in lowering.all_buckets:
-        if bucket.name in lowering.routes and bucket.opt is not None:
-            group = _group_bytes(bucket.opt) if "norm" in lowering.optimizer.needs else 0
-            back = _route_bytes(lowering.routes[bucket.name][2])
-            peak = max(peak, held + max(group, back))
-    return max(peak, held)
-
-
-def _whole_bytes(stepping: Stepping) -> int:
-    """The largest call's whole tensors, the last of them with what its gather takes.
-
-    What a transform takes beside them is its own and not counted.
-    """
-    peak = 0
-    for call in stepping.calls:
-        held = 0
-        for group, route in stepping.gathers:
-            if group in call:
-                peak = max(peak, held + route.target.nbytes + _route_bytes(route))
-                held += route.target.nbytes
-    return peak
-
-
-def _group_bytes(group: Layout) -> int:
-    """One group scaled, or its float64 copy: on the CPU that is how torch takes a norm in it."""
-    copy = group.length * torch.float64.itemsize if group.dtype != torch.float64 else 0
-    return max(group.nbytes, copy)
-
-
-def _route_bytes(route: Route) -> int:
-    """What a movement takes beside its source and target."""
-    if route.gather is None:
-        return 0
-    middle = route.middle.nbytes if route.cut else 0
-    axes = route.gather.outer_first
-    stack = route.source.nbytes * route.gather.parts
-    partial = stack // route.gather.stack[0] if len(axes) > 1 else 0
-    return stack + partial + middle
+    def _scattered(self, bucket: Bucket, freed: int, *, ends: bool) -> None:
+        """A reduce-scatter is under way; `freed` goes when it has landed."""
+        if flies(bucket) and not (ends and bucket.sum_axes):
+            self._flying[bucket.name] = freed
+        else:
+            self.level.remove(freed)

@@ -306,9 +306,9 @@ def reductions(
 
 
 def _reduction(bucket: Bucket, mesh: Mesh, unit: str, *, ends: bool) -> tuple[Collective, ...]:
-    if bucket.landing is None or (bucket.keeps_whole and not ends):
+    if bucket.reduced is None or (bucket.keeps_whole and not ends):
         return ()
     scatters = scatter_items(bucket.reduce, unit, "grads") if bucket.reduce else ()
     if not ends:
         return scatters
-    return scatters + reduce_items(bucket.landing, bucket.sum_axes, mesh, unit, "grads")
+    return scatters + reduce_items(bucket.reduced, bucket.sum_axes, mesh, unit, "grads")

@@ -50,6 +50,55 @@ def replace_tensors(output: Any, unit: str, replace: Replace) -> Any:
     return tree_unflatten(structure, [_rebuild(leaf, new) for leaf in leaves])
 
 
+def convert_tensors(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """`tree` with every tensor converted; itself, and each part of it, where nothing changes.
+
+    Containers are walked as by `replace_tensors`, but caches and objects of other types are left as
+    they are. A tensor that occurs twice is converted once.
+    """
+    if isinstance(tree, Tensor):
+        return convert(tree)
+    known: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            known[id(tensor)] = convert(tensor)
+        return known[id(tensor)]
+
+    return _converted(tree, once)
+
+
+def _converted(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    leaves, structure = tree_flatten(tree, none_is_leaf=True)
+    new = [_converted_leaf(leaf, convert) for leaf in leaves]
+    if all(after is before for after, before in zip(new, leaves, strict=True)):
+        return tree
+    return tree_unflatten(structure, new)
+
+
+def _converted_leaf(leaf: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(leaf, Tensor):
+        return convert(leaf)
+    parts = None if is_cache(leaf) else _parts(leaf)
+    if parts is None:
+        return leaf
+    values = {name: _converted(part, convert) for name, part in parts.items()}
+    if all(values[name] is part for name, part in parts.items()):
+        return leaf
+    rebuilt = copy.copy(leaf)
+    for name, value in values.items():
+        _put(rebuilt, name, value)
+    return rebuilt
+
+
+def _put(record: Any, name: str, value: Any) -> None:
+    """Some outputs are dicts and dataclasses, with each value under its key and as attribute."""
+    if isinstance(record, dict):
+        dict.__setitem__(record, name, value)
+    if not isinstance(record, dict) or _is_record(record):
+        object.__setattr__(record, name, value)
+
+
 def _is_record(leaf: Any) -> bool:
     return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
 
@@ -122,8 +171,5 @@ def _rebuild(leaf: Any, new: Any) -> Any:
     rebuilt = leaf if in_place else copy.copy(leaf)
     for name, part in list(parts.items()):
         value = tree_map(lambda leaf: _rebuild(leaf, new), part)
-        if isinstance(leaf, dict):
-            dict.__setitem__(rebuilt, name, value)
-        if in_place or _is_record(leaf):
-            object.__setattr__(rebuilt, name, value)
+        _put(rebuilt, name, value)
     return rebuilt

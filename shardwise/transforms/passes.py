@@ -18,6 +18,7 @@ from shardwise.sharding.state import State
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import Sites, bind_buffers, check_shapes, read_buffers
 from shardwise.transforms.checks import checked, refuse_reentrant
+from shardwise.transforms.draws import Draws, EvalDraws, Rows, drawing, micro_rows
 from shardwise.transforms.faults import explained
 from shardwise.transforms.loss import Loss, parse_loss
 from shardwise.transforms.lowering import Lowering
@@ -96,15 +97,23 @@ class Passes:
         self._stage.set_written(lowering.written_buffers)
         try:
             micros = cut_batch(batch, len(lowering.schedules))
+            rows = self._rows(lowering, micros)
             counts = self._early_counts(lowering, micros)
             losses: list[Loss] = []
             engine.open()
             for number, schedule in enumerate(lowering.schedules):
                 micro = micros[number] if number < len(micros) else _MISSING
                 checks = checked(engine.units, self._mover, enabled=enabled)
-                with self._keyed(lowering, state, number), checks, torch.enable_grad():
+                draws = Draws(
+                    int(state.seed),
+                    int(state.step),
+                    rows[number] if number < len(rows) else None,
+                    located=lowering.locates,
+                )
+                streams = self._keyed(lowering, state, number)
+                with streams, drawing(draws), checks, torch.enable_grad():
                     engine.begin(state.flats, "train", schedule)
-                    loss = self._pass(lowering, state, micro, counts, enabled=enabled)
+                    loss = self._pass(lowering, state, micro, counts, draws, enabled=enabled)
                 losses += [loss] if loss is not None else []
             total = summed(losses)
             landed = engine.take_landed()
@@ -122,6 +131,7 @@ class Passes:
         state: State,
         micro: Any,
         counts: Tensor | None,
+        draws: Draws,
         *,
         enabled: bool,
     ) -> Loss | None:
@@ -137,6 +147,7 @@ class Passes:
         else:
             loss = loss if counts is None else loss.joined(counts)
             total = _times(loss.total, loss_multiplier(lowering, state))
+        draws.turn()
         self._engine.backward(self._engine.end_forward(total))
         return loss if loss is None or len(lowering.schedules) == 1 else loss.detached()
 
@@ -147,6 +158,12 @@ class Passes:
         place = [self._mover.coords[axis] for axis in lowering.batch_axes]
         micro = [number] if len(lowering.schedules) > 1 else []
         return keyed(key(int(state.seed), int(state.step), "step", *place, *micro), self._device)
+
+    def _rows(self, lowering: Lowering, micros: Sequence[Any]) -> list[Rows]:
+        """Where the rows of each micro-batch are in the global batch, if masks depend on it."""
+        if not lowering.draws:
+            return []
+        return micro_rows(self._mover, micros, lowering.row_items, self._device)
 
     def _early_counts(self, lowering: Lowering, micros: Sequence[Any]) -> Tensor | None:
         """Global counts of the loss terms before the first pass, if `count_fn` tells them."""
@@ -176,7 +193,8 @@ class Passes:
         try:
             if isinstance(batch, MicroBatches):
                 raise not_for_eval(len(batch))
-            with keyed(key(int(state.seed), "eval"), self._device), torch.no_grad():
+            streams = keyed(key(int(state.seed), "eval"), self._device)
+            with streams, drawing(EvalDraws()), torch.no_grad():
                 self._engine.open()
                 self._engine.begin(state.flats, "eval", lowering.schedule)
                 loss = None if batch is None else self._loss(lowering, batch)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.sharding.compat import device_mesh_without_backend
-from shardwise.sharding.errors import MeshError, strict_keywords
+from shardwise.sharding.errors import MeshError, SimulationError, strict_keywords
 from shardwise.sharding.gradients import Grads
 from shardwise.sharding.job import join_job
 from shardwise.sharding.lifted import Lifted
@@ -271,12 +271,25 @@ def _same(result: Any) -> Any:
 def _lifted(arg: Any, ranks: int) -> Lifted:
     """Each rank's part of an argument; of micro-batches that are lifted, each rank's own ones."""
     if isinstance(arg, Lifted):
+        if len(arg.ranks) != ranks:
+            raise _other_size(arg, ranks)
         return arg
     if isinstance(arg, MicroBatches):
         parts = [_lifted(one, ranks).ranks for one in arg]
         own = ([part[rank] for part in parts if part[rank] is not None] for rank in range(ranks))
         return Lifted([MicroBatches(batches) for batches in own])
     return Lifted([arg] * ranks)
+
+
+def _other_size(arg: Lifted, ranks: int) -> SimulationError:
+    return SimulationError(
+        f"A lifted value of {len(arg.ranks)} ranks was passed to a program on {ranks}.",
+        where=f"the argument {arg!r}",
+        why="A lifted value has one part for every rank of the mesh that made it.",
+        fix="pass what this program, or one on a mesh of as many ranks, has returned",
+        has=len(arg.ranks),
+        needs=ranks,
+    )
 
 
 def bind(

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.optim.loss_scale import init_loss_scale, next_divisor, next_loss_scale
+from shardwise.optim.norms import Norm
 from shardwise.sharding.functional import make_template
-from shardwise.sharding.gradients import Grads
+from shardwise.sharding.gradients import Grads, rest_gradients
 from shardwise.sharding.leaves import Home
 from shardwise.sharding.movement import Mover, Transport, packed_items, packed_sum
 from shardwise.sharding.state import Life, State, adopt
@@ -24,12 +25,19 @@ from shardwise.transforms.buffer_sync import (
     read_buffers,
 )
 from shardwise.transforms.carry import FromState, carry_state
-from shardwise.transforms.finite import agree_on_fault, checked_grads, nonfinite_flag
+from shardwise.transforms.casts import cast_buffers
+from shardwise.transforms.finite import (
+    agree_on_fault,
+    agree_on_range,
+    checked_grads,
+    nonfinite_flag,
+)
 from shardwise.transforms.initialise import FromModule, Shards, check_source, take_module
 from shardwise.transforms.loss import Loss, Mean, bad_count, no_gradient
 from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
-from shardwise.transforms.metrics import Metrics
+from shardwise.transforms.metrics import Metrics, read_metrics
 from shardwise.transforms.module_init import InitModule, init_from_seed
+from shardwise.transforms.norms import group_norms, whole_norm
 from shardwise.transforms.passes import Passes, loss_multiplier
 from shardwise.transforms.runtime import Engine
 from shardwise.transforms.scalars import changed_metrics, check_counts, other_metrics, pack_scalars
@@ -80,7 +88,8 @@ class RankProgram:
             for unit in plan.units
         }
         self.engine = Engine(units)
-        self.stage = Stage(self.template, plan.units, self.engine, plan.remat)
+        casts = plan.precision.casts
+        self.stage = Stage(self.template, plan.units, self.engine, plan.remat, casts)
         self.home = make_home(lowering, rank, device_mesh)
         self._settled = False
         self.debug = debug
@@ -128,12 +137,20 @@ class RankProgram:
         return self._first_state(shards, buffers, seed)
 
     def _carried(self, source: FromState, seed: int | None) -> State:
-        state = carry_state(source, self.lowering, self.home, self.mover, self.device)
+        state = carry_state(
+            source,
+            self.lowering,
+            self.home,
+            self.mover,
+            buffers=cast_buffers(self._buffers, self.lowering.plan.precision.buffers),
+            device=self.device,
+        )
         if seed is None:
             return state
         return replace(state, seed=torch.tensor(self._agree_seed(seed), dtype=torch.int64))
 
     def _first_state(self, shards: Shards, buffers: dict[str, Tensor], seed: int) -> State:
+        buffers = cast_buffers(buffers, self.lowering.plan.precision.buffers)
         buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         for buffer in buffers.values():
             self.mover.transport.broadcast(buffer)
@@ -188,9 +205,10 @@ class RankProgram:
         # A loss of several terms was divided by their counts before backward.
         elements = 1.0 if self.lowering.terms else values[1]
         factor = 1.0 / (elements * loss_multiplier(self.lowering, state))
-        for flat in landed.values():
-            flat.mul_(factor)
-        metrics = self._metrics(
+        rest_gradients(self.lowering.all_buckets, landed, factor)
+        fault = agree_on_range(self.mover, self.lowering, landed, self.device, fault)
+        metrics = read_metrics(
+            self.lowering,
             values,
             offset,
             applied=not fault,
@@ -200,11 +218,11 @@ class RankProgram:
         )
         return Grads(self.home, landed, used, buffers, fault, count), metrics
 
-    def update(self, state: State, grads: Grads) -> tuple[State, Tensor | None, str]:
+    def update(self, state: State, grads: Grads) -> tuple[State, dict[Norm, Tensor], str]:
         """One optimizer step in place, unless some gradient is not finite.
 
         Returns:
-            The new state, the gradient norm if it was needed, and why the step was skipped.
+            The new state, the norms that were needed, and why the step was skipped.
 
         Raises:
             LossScaleError: the step would be skipped at the minimum of the loss scale.
@@ -219,10 +237,10 @@ class RankProgram:
         scaling = next_divisor(scaling, grads.count, half=plan.uses_half)
         if fault:
             self.mover.end()
-            return replace(state, scaling=scaling, life=Life()), None, fault
+            return replace(state, scaling=scaling, life=Life()), {}, fault
         self.mover.expect(self.lowering.update_items)
         try:
-            opt_flats, norm = run_update(self.mover, self.lowering, state, grads)
+            opt_flats, norms = run_update(self.mover, self.lowering, state, grads)
             self.mover.end()
         except BaseException:
             # Some buckets may hold new values and some old ones.
@@ -236,15 +254,16 @@ class RankProgram:
             scaling=scaling,
             life=Life(),
         )
-        return new, norm, ""
+        return new, norms, ""
 
     def step(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """`update` of `grads`."""
         grads, metrics = self.grads(state, batch)
         ran = self.mover.executed
-        state, norm, _ = self.update(state, grads)
+        state, norms, _ = self.update(state, grads)
         self.mover.executed = [*ran, *self.mover.executed]
-        return state, replace(metrics, grad_norm=norm)
+        groups = group_norms(norms)
+        return state, replace(metrics, grad_norm=whole_norm(norms), group_norms=groups)
 
     def evaluate(self, state: State, batch: Any) -> Metrics:
         """The loss without gradients, in eval mode."""
@@ -254,7 +273,7 @@ class RankProgram:
         self.mover.begin(self.lowering.schedule.forward_items + self.lowering.count_items)
         loss, failure = self.passes.evaluate(self.lowering, state, batch)
         values, _ = self._reduce_scalars(loss, failure, ())
-        return self._metrics(values, FIXED_SCALARS)
+        return read_metrics(self.lowering, values, FIXED_SCALARS)
 
     def agree(self, value: bool) -> bool:
         """Whether every rank says so."""
@@ -277,10 +296,11 @@ class RankProgram:
         plan = self.lowering.plan
         template = make_template(self.lowering.module, plan.infos, self.device)
         sites = find_buffers(template.module)
-        bind_buffers(sites, read_buffers(self.buffer_sites), ())
+        buffers = cast_buffers(read_buffers(self.buffer_sites), plan.precision.buffers)
+        bind_buffers(sites, buffers, ())
         self.lowering = settle(
             self.lowering,
-            Stage(template, plan.units, self.engine, plan.remat),
+            Stage(template, plan.units, self.engine, plan.remat, plan.precision.casts),
             batch,
             steps=steps,
             sites=sites,
@@ -288,6 +308,8 @@ class RankProgram:
             device=self.device,
             call=self.mover.call,
         )
+        if self.lowering.locates:
+            self.stage.locate_all()
         self._settled = True
 
     # -- scalars ----------------------------------------------------------------------------
@@ -346,27 +368,27 @@ class RankProgram:
         finally:
             failure.take()  # also where a simulated peer has ended this rank
 
-    def _metrics(self, values: Tensor, offset: int, **about: Any) -> Metrics:
-        names = self.lowering.aux or ()
-        aux = {
-            name: values[offset + 2 * index] / values[offset + 2 * index + 1]
-            for index, name in enumerate(names)
-        }
-        if not self.lowering.terms:
-            return Metrics(loss=values[0] / values[1], tokens=values[1], aux=aux, **about)
-        counts = [values[offset + 2 * names.index(name) + 1] for name in self.lowering.terms]
-        return Metrics(loss=values[0], tokens=torch.stack(counts).max(), aux=aux, **about)
-
 
 def make_home(lowering: Lowering, rank: int, device_mesh: DeviceMesh) -> Home:
     """Specs and layouts of one rank's leaves."""
     plan = lowering.plan
     landing = {
-        path: plan.opt[path] if bucket.lands_in_opt else plan.grads[path]
+        path: (plan.opt if bucket.lands_in_opt else plan.grads)[path].with_(
+            dtype=plan.grads[path].dtype
+        )
         for bucket in lowering.all_buckets
         if bucket.trainable
         for path in bucket.paths
     }
     aliases = {alias: info.path for info in plan.infos for alias in info.aliases}
     specs = {"params": plan.params, "opt": plan.opt, "landing": landing}
-    return Home(lowering.all_buckets, specs, aliases, plan.mesh, rank, device_mesh)
+    return Home(
+        lowering.all_buckets,
+        specs,
+        aliases,
+        plan.mesh,
+        rank,
+        device_mesh,
+        loss_scale=plan.loss_scale,
+        half=plan.uses_half,
+    )

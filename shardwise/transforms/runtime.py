@@ -35,6 +35,7 @@ class Engine:
         self._schedule: Schedule | None = None
         self._is_open = False
         self._reopened: dict[str, int] = {}
+        self._reducing: UnitRuntime | None = None
 
     # -- one pass ---------------------------------------------------------------------------
 
@@ -110,6 +111,7 @@ class Engine:
         self._tokens = []
         self._schedule = None
         self._reopened = {}
+        self._reducing = None
         self.phase = "idle"
 
     # -- forward ----------------------------------------------------------------------------
@@ -245,6 +247,10 @@ class Engine:
         call.parameters = []
         self.used.update(p for p, g in zip(unit.trainable, grads, strict=False) if g is not None)
         grads = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
+        if self._reducing is not None:
+            # One unit at a time: its reduce-scatter had all of this unit's backward to arrive.
+            self._reducing.collect()
+        self._reducing = unit
         if action is None:
             unit.reduce(grads, (), ends=False)
         else:

@@ -16,11 +16,12 @@ from shardwise.sharding.pytree import tree_leaves
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import Sites
 from shardwise.transforms.desync import check_calls
+from shardwise.transforms.event_orders import merge
 from shardwise.transforms.loss import bad_count
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.micro import MicroBatches, cut_batch, structure_of
 from shardwise.transforms.order import registration_order
-from shardwise.transforms.trace import Trace, merge, trace
+from shardwise.transforms.trace import Trace, trace
 
 
 class Failure:
@@ -153,7 +154,10 @@ def _combine(lowering: Lowering, traces: list[Trace], counted: tuple[str, ...]) 
     aux = next(iter(known)) if known and not notes else None
     terms = next((trace.terms for trace in traces if trace.aux is not None), ()) or counted
     note = notes[0] if notes else ""
-    first = replace(traces[0], aux=aux, written=written, note=note, terms=terms)
+    calls = any(trace.calls_dropout for trace in traces)
+    first = replace(
+        traces[0], aux=aux, written=written, note=note, terms=terms, calls_dropout=calls
+    )
     return lowering.with_trace(first, order)
 
 

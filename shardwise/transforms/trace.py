@@ -24,6 +24,7 @@ from shardwise.sharding.plan import Plan
 from shardwise.sharding.pytree import tree_leaves, tree_map
 from shardwise.transforms.activations import Activations, Recomputation
 from shardwise.transforms.binding import Binding, Stage
+from shardwise.transforms.draws import TracedDraws, drawing
 from shardwise.transforms.faults import read_outside, written_in_place
 from shardwise.transforms.loss import parse_loss
 from shardwise.transforms.order import Event, call_of
@@ -48,6 +49,7 @@ class Trace:
             trace ended early.
         forward_flops: of matrix products, convolutions and attention; None likewise.
         recomputation: what recomputed modules change; None likewise.
+        calls_dropout: whether `sw.dropout` was called, other than by a module `sw.Dropout`.
     """
 
     events: tuple[Event, ...]
@@ -58,6 +60,7 @@ class Trace:
     forward_flops: int | None = None
     terms: tuple[str, ...] = ()
     recomputation: Recomputation | None = None
+    calls_dropout: bool = False
 
 
 def like(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -230,6 +233,7 @@ def trace(
     terms: tuple[str, ...] = ()
     flops = FlopCounterMode(display=False)
     writes = _Writes()
+    draws = TracedDraws()
     note = ""
     try:
         _hold(buffers, fakes)
@@ -237,7 +241,8 @@ def trace(
             inputs = tree_map(lambda leaf: _fake_input(leaf, mode, device), batch)
         known = [*tracer.parameters, *tree_leaves(inputs), *fakes.values()]
         saved = tracer.activations = Activations(known, flops.get_total_flops)
-        with _unlogged(), mode, torch.enable_grad(), saved.hooks(), flops, writes:
+        grad = torch.enable_grad()
+        with drawing(draws), _unlogged(), mode, grad, saved.hooks(), flops, writes:
             tracer.enter("")
             loss = parse_loss(loss_fn(stage.template.module, inputs), inputs)
             aux, terms = tuple(loss.aux), tuple(loss.terms)
@@ -258,7 +263,9 @@ def trace(
         _hold(buffers, held)
         tracer.close()
         stage.guide = guide
-    seen = Trace(tuple(tracer.events), aux, written, note, terms=terms)
+    seen = Trace(
+        tuple(tracer.events), aux, written, note, terms=terms, calls_dropout=draws.functional
+    )
     if note or tracer.activations is None:
         return seen
     return replace(
@@ -338,64 +345,3 @@ def _where(error: BaseException) -> str:
     place = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "torch"
     first = (str(error).splitlines() or [""])[0]
     return f"the trace ended at {place} ({type(error).__name__}: {first})"
-
-
-def complete(events: Sequence[Event], plan: Plan, default: Sequence[Event]) -> tuple[Event, ...]:
-    """The traced events with every unit that was not met put where it is registered.
-
-    A unit that this batch does not use may be used by the next one, so all of them have a turn.
-    """
-    result = list(events)
-    left = {e.unit for e in default if e.kind == "leave"}
-    open_units = [e.unit for e in _unclosed(result) if e.unit in left]
-    result += [Event("leave", unit) for unit in reversed(open_units)]
-    rank = {unit.name: index for index, unit in enumerate(plan.units)}
-    met = {event.unit for event in result}
-    for event in default:
-        if event.kind == "enter" and event.unit not in met:
-            met.add(event.unit)
-            pair = [event]
-            if any(e.kind == "leave" and e.unit == event.unit for e in default):
-                pair.append(Event("leave", event.unit, event.grad))
-            place = _place(result, event.unit, rank)
-            result[place:place] = pair
-    return tuple(result)
-
-
-def _unclosed(events: Sequence[Event]) -> list[Event]:
-    open_events: list[Event] = []
-    for event in events:
-        if event.kind == "enter":
-            open_events.append(event)
-        else:
-            open_events = [e for e in open_events if e.unit != event.unit]
-    return open_events
-
-
-def _place(events: Sequence[Event], unit: str, rank: Mapping[str, int]) -> int:
-    """Inside the enclosing unit if there is one, else before the first unit registered later."""
-    for index, event in enumerate(events):
-        if event.kind == "leave" and unit.startswith(event.unit + "."):
-            return index
-    depth = 0
-    for index, event in enumerate(events):
-        if event.kind == "enter" and depth <= 0 and rank[event.unit] > rank[unit]:
-            return index
-        has_leave = any(e.kind == "leave" and e.unit == event.unit for e in events)
-        depth += (1 if event.kind == "enter" else -1) if has_leave else 0
-    return len(events)
-
-
-def merge(orders: Sequence[Sequence[Event]], default: Sequence[Event]) -> tuple[Event, ...] | None:
-    """One order that every rank's order is a part of, or None if they contradict each other."""
-    if all(tuple(order) == tuple(orders[0]) for order in orders):
-        return tuple(orders[0])
-    for candidate in (default, *sorted(orders, key=len, reverse=True)):
-        if all(_is_part(order, candidate) for order in orders):
-            return tuple(candidate)
-    return None
-
-
-def _is_part(order: Sequence[Event], whole: Sequence[Event]) -> bool:
-    position = iter((event.kind, event.unit) for event in whole)
-    return all((event.kind, event.unit) in position for event in order)

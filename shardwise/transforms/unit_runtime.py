@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.compat import storage_key
 from shardwise.sharding.functional import Template
 from shardwise.sharding.movement import Collective, Mover
 from shardwise.transforms.binding import Binding
@@ -71,6 +72,11 @@ class UnitRuntime:
     def storage_pointers(self) -> set[int]:
         """Where the values lie that must not leave the unit."""
         return {buffers.storage_pointer for buffers in self.buffers}
+
+    @property
+    def storage_keys(self) -> set[int]:
+        """What the compute views share with every tensor over the same memory, full or empty."""
+        return {storage_key(buffers.views[0]) for buffers in self.buffers if buffers.views}
 
     @property
     def is_full(self) -> bool:
@@ -177,6 +183,11 @@ class UnitRuntime:
             part = grads[position : position + count] or [None] * count
             buffers.reduce(part, items[number] if items else (), ends=ends)
             position += count
+
+    def collect(self) -> None:
+        """Have reduce-scatters that are in flight arrive."""
+        for buffers, _ in self._leaves:
+            buffers.collect()
 
 
 def _leaf(bucket: Bucket, device: torch.device) -> Tensor:

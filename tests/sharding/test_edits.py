@@ -22,6 +22,7 @@ from shardwise.sharding.edits import (
 from shardwise.sharding.errors import PlanError
 from shardwise.sharding.failures import Failure, raise_failures
 from shardwise.sharding.plan import plan
+from shardwise.sharding.precision import PrecisionEdit
 from shardwise.sharding.replay import KINDS, selected
 from shardwise.sharding.units import param_infos
 from tests.sharding.toys import MESH, Tiny
@@ -34,6 +35,7 @@ EDITS = [
     FreezeEdit(where=(("embed",),)),
     KeepEdit(where=(("layers.0",),)),
     PrefetchEdit(distance=1),
+    PrecisionEdit(compute="bfloat16", rounding="nearest"),
     LossScaleEdit(window=500),
     AccumulateEdit(steps=4, gather="step"),
     RematEdit(modules=("layers.*",), policy="save", names=("hidden",)),

@@ -110,7 +110,7 @@ def run(
         assert tuple(program.last_collectives) == tuple(program.lowered.grads_items)
         after, _ = program.step(state, part)
         assert tuple(program.last_collectives) == program.lowered.collectives()
-        buffers = {name: sw.to_global(value) for name, value in after.buffers.items()}
+        buffers = dict(sw.to_global(after.buffers))
         return Seen(metrics.loss, dict(sw.to_global(grads.leaves)), buffers, program)
 
 

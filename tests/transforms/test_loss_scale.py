@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -125,7 +126,8 @@ def half_start(level: int, rows: int, *transforms: sw.Transform) -> tuple[Any, A
         return sw.Mean(model(x).float().square().sum(), x.shape[0])
 
     plan = sw.plan(module, MESHES[2], sw.zero(level, "fsdp"), *transforms)
-    program = sw.lower(plan, loss, sw.optim.sgd(0.1)).bind()
+    with pytest.warns(UserWarning, match="without a master copy"):
+        program = sw.lower(plan, loss, sw.optim.sgd(0.1)).bind()
     return module, program, program.init(sw.from_module(module)), x
 
 
@@ -165,3 +167,30 @@ def test_many_elements_do_not_overflow_float16() -> None:
         assert metrics.applied
         assert program.lowered.first_divisor == 4096.0
         assert state.ranks[0].loss_scale.divisor == 4096.0
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_gradients_that_float16_cannot_hold_at_rest_are_skipped(level: int) -> None:
+    """They are finite in the float32 sums, and would be infinite where they rest."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> sw.Mean:
+        return sw.Mean((model(batch["x"]) * batch["factor"]).sum(), len(batch["x"]))
+
+    with sw.simulate(MESHES[2]):
+        module = nn.Linear(WIDTH, WIDTH)
+        plan = sw.plan(module, MESHES[2], sw.zero(level, "fsdp"), sw.precision(grads="float16"))
+        program = sw.lower(plan, loss, sw.optim.sgd(0.1)).bind()
+        state = program.init(sw.from_module(module))
+        for factor, applied in ((1.0, True), (1e5, False), (1e4, True)):
+            data = {"x": torch.ones(4, WIDTH), "factor": torch.full((4, 1), factor)}
+            before = leaves(state)
+            state, metrics = program.step(state, program.shard_batch(data))
+            assert metrics.applied == applied
+            assert same(leaves(state), before) != applied
+            lowered = program.lowered
+            ran = lowered.collectives() if applied else lowered.grads_items
+            assert program.last_collectives == ran
+            assert lowered.range_items
+            if not applied:
+                text = r"non-finite gradient \(\d of 2 ranks, first: (bias|weight)\)"
+                assert re.fullmatch(text, metrics.reason)
