@@ -125,14 +125,18 @@ def make_optimizer(name: str) -> GradientTransform:
             return adamw
         case "clipped sgd":
             return optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.1))
-        case _:
+        case "clipped adamw":
             return optim.chain(optim.clip_by_global_norm(0.5), adamw)
+        case _:
+            largest = optim.clip_by_global_norm(0.05, ord=math.inf)
+            groups = optim.clip_by_group_norm({"**": 0.1})
+            return optim.chain(largest, groups, optim.sgd(0.1, momentum=0.9))
 
 
 ELEMENTWISE = ("sgd", "momentum", "adamw")
 """Optimizers whose bits do not depend on how parameters are cut."""
 
-OPTIMIZERS = (*ELEMENTWISE, "clipped sgd", "clipped adamw")
+OPTIMIZERS = (*ELEMENTWISE, "clipped sgd", "clipped adamw", "group clipped momentum")
 """All optimizers that `make_optimizer` knows."""
 
 

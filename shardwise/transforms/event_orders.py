@@ -24,7 +24,7 @@ def complete(events: Sequence[Event], plan: Plan, default: Sequence[Event]) -> t
             met.add(event.unit)
             pair = [event]
             if any(e.kind == "leave" and e.unit == event.unit for e in default):
-                pair.append(Event("leave", event.unit, event.grad))
+                pair.append(Event("leave", event.unit, event.grad, event.regions))
             place = _place(result, event.unit, rank)
             result[place:place] = pair
     return tuple(result)

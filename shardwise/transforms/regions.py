@@ -29,7 +29,7 @@ from shardwise.sharding.pytree import tree_flatten, tree_unflatten
 from shardwise.transforms.outputs import is_cache, place, replace_tensors
 from shardwise.transforms.replaying import Kept, Recording, Replaying, aside
 
-Recomputing = Callable[[], AbstractContextManager[None]]
+Recomputing = Callable[["Region"], AbstractContextManager[None]]
 """What the engine does around a recomputation."""
 
 
@@ -128,7 +128,7 @@ class _Run:
         args, kwargs = cast(tuple[Any, Any], tree_unflatten(self._structure, leaves))
         region = self._region
         now = region.held(self._snapshot)
-        with self._around():
+        with self._around(region):
             try:
                 region.exchange({name: one.clone() for name, one in self._snapshot.items()})
                 return region.forward(*args, **kwargs)
@@ -141,7 +141,11 @@ class _Given:
 
 
 def checkpointed(
-    region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], around: Recomputing
+    region: Region,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    around: Recomputing,
+    end: Callable[[], None],
 ) -> Any:
     """Run a region so that backward recomputes it; see [Note: regions].
 
@@ -150,6 +154,7 @@ def checkpointed(
         args: of the module's forward.
         kwargs: likewise.
         around: entered around each recomputation.
+        end: called when a region around units has run, before `Reach`.
     """
     run = _Run(region, args, kwargs, around)
     del args, kwargs
@@ -160,6 +165,7 @@ def checkpointed(
     probe, run.probe = run.probe, None
     if not region.spans:
         return output
+    aside(end)
     return aside(_mark, region, output, probe, inputs)
 
 

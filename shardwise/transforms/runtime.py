@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from shardwise.sharding.pytree import tree_leaves
 from shardwise.transforms import faults
 from shardwise.transforms.brackets import Close, Enter, Join, Leave
-from shardwise.transforms.order import Action, Schedule, Walk
+from shardwise.transforms.order import Action, Schedule, Walk, call_of
 from shardwise.transforms.outputs import place, replace_tensors
 from shardwise.transforms.regions import Region, checkpointed
 from shardwise.transforms.unit_runtime import Call, UnitRuntime
@@ -35,6 +36,7 @@ class Engine:
         self._schedule: Schedule | None = None
         self._is_open = False
         self._reopened: dict[str, int] = {}
+        self._num_calls: Counter[str] = Counter()
         self._reducing: UnitRuntime | None = None
 
     # -- one pass ---------------------------------------------------------------------------
@@ -59,6 +61,7 @@ class Engine:
         self.phase = phase
         self._schedule = schedule
         self._walk = Walk(schedule.forward, schedule.prefetch, self._start)
+        self._num_calls.clear()
         self.enter("")
 
     def drain_forward(self) -> None:
@@ -262,7 +265,20 @@ class Engine:
         """Run a module so that backward recomputes it, if there will be a backward."""
         if not torch.is_grad_enabled():
             return region.forward(*args, **kwargs)
-        return checkpointed(region, args, kwargs, lambda: self._recomputing(region))
+        if not region.spans or self.phase != "train":
+            return checkpointed(region, args, kwargs, self._recomputing, _nothing)
+        call = call_of(region.name, self._num_calls[region.name])
+        self._num_calls[region.name] += 1
+        return checkpointed(region, args, kwargs, self._recomputing, lambda: self._end(call))
+
+    def _end(self, call: str) -> None:
+        """Join in what a region holds that this rank has not met, before backward can reach it.
+
+        Backward comes to what was created last first: after this region's recomputation.
+        """
+        inside = [i for i, a in enumerate(self._walk.actions) if call in a.event.regions]
+        if inside:
+            self._pass_until(inside[-1] + 1)
 
     @contextmanager
     def _recomputing(self, region: Region) -> Generator[None]:
@@ -353,3 +369,7 @@ class Engine:
 
 
 _PHASES = {"idle": "outside a step", "train": "forward", "eval": "eval", "backward": "backward"}
+
+
+def _nothing() -> None:
+    """Where a region holds no units."""

@@ -88,7 +88,7 @@ def settle(
                 staying=lowering.staying,
             )
             report = _told(report, lowering, micros, seen)
-    except ShardwiseError as error:
+    except Exception as error:  # also the user's own, from count_fn: peers wait for this rank
         failure = Failure(error)
         report = replace(report, failure=str(failure))
     reports: list[_Report] = transport.gather_objects(report)

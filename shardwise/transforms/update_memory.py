@@ -7,6 +7,9 @@ optimizer group, or one bucket that is rounded at a time.
 
 from __future__ import annotations
 
+import torch
+
+from shardwise.optim.flat import PIECE_ELEMENTS
 from shardwise.optim.norms import scratch_bytes
 from shardwise.sharding.buckets import Bucket, Route
 from shardwise.transforms.lowering import Lowering
@@ -22,7 +25,7 @@ def update_peak(lowering: Lowering) -> int:
         for kept, moving in (_grads_bytes(lowering, bucket), _params_bytes(lowering, bucket)):
             peak = max(peak, held + kept + moving)
             held += kept
-    norm = max((_norm_bytes(lowering, bucket) for bucket in members), default=0)
+    norm = max((_norm_bytes(lowering, bucket.work) for bucket in members), default=0)
     widened = widened_bytes(lowering.stepping)
     narrow = max((_narrow_bytes(bucket) for bucket in members), default=0) if widened else 0
     back = max((_back_bytes(lowering, bucket) for bucket in members), default=0)
@@ -51,13 +54,11 @@ def _params_bytes(lowering: Lowering, bucket: Bucket) -> tuple[int, int]:
     return kept, max(moved, moved + _route_bytes(route) - kept)
 
 
-def _norm_bytes(lowering: Lowering, bucket: Bucket) -> int:
-    """One group scaled by a factor of norms, or what is cast at a time to take the norms."""
-    if not lowering.norms.norms or bucket.opt is None:
-        return 0
-    group = bucket.opt.cast(bucket.work)
-    scaled = group.nbytes if lowering.optimizer.needs else 0
-    return max(scaled, scratch_bytes(lowering.norms.num_elements, group.dtype))
+def _norm_bytes(lowering: Lowering, dtype: torch.dtype) -> int:
+    """What is cast at a time to take norms, or what is scaled at a time by their factor."""
+    elements = lowering.norms.num_elements
+    scaled = min(elements, PIECE_ELEMENTS) * dtype.itemsize if lowering.optimizer.needs else 0
+    return max(scaled, scratch_bytes(elements, dtype))
 
 
 def _narrow_bytes(bucket: Bucket) -> int:

@@ -196,7 +196,7 @@ def test_power_sums_are_exact_whatever_the_pieces(ord: float, dtype: torch.dtype
     sizes = [3, 0, PIECE_ELEMENTS - 1, 5, 2 * PIECE_ELEMENTS + 7, 1]
     mixed = [torch.randn(size).to(dtype) for size in sizes] + [torch.full((2, 2), 1e-30)]
     expected = torch.linalg.vector_norm(
-        torch.cat([one.reshape(-1).cdouble() for one in mixed]), ord
+        torch.cat([one.reshape(-1).to(torch.complex128) for one in mixed]), ord
     )
     value = power_sum(mixed, ord)
     assert value.dtype == torch.float64

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.sharding.bits import squares_key
 from shardwise.sharding.errors import RandomError, RankError
+from shardwise.sharding.pytree import NAMESPACE
 from shardwise.sharding.rng import key
 from shardwise.transforms.draws import Draw
 from shardwise.transforms.dropout import _Dropped, masked
@@ -281,7 +283,7 @@ def test_a_continued_state_draws_what_the_uninterrupted_run_draws() -> None:
     state = program.init(seed=4)
     for _ in range(2):
         state, _ = program.step(state, ones())
-    halfway = state.clone()
+    halfway = optree.tree_map(torch.clone, state, namespace=NAMESPACE)  # all there is, as leaves
     for _ in range(2):
         state, _ = program.step(state, ones())
     torch.randn(7)

@@ -302,6 +302,28 @@ def test_an_untraced_single_term_may_have_a_count_fn() -> None:
     run_on(sw.Mesh(fsdp=2), one_term, [batch_of(3, 1)] * 2, count_fn=one_count, steps=2)
 
 
+def test_a_count_fn_that_raises_on_one_rank_ends_the_call_on_all() -> None:
+    """Where it is asked for the names of terms, and in a later step where it counts."""
+
+    def picky(batch: dict[str, Tensor]) -> dict[str, Any]:
+        if len(batch["tokens"]) == 2:
+            raise ValueError("two rows are too few")
+        return counts(batch)
+
+    good, bad = [batch_of(3, 1)] * 2, [batch_of(3, 1), batch_of(2, 1)]
+    with sw.simulate(sw.Mesh(fsdp=2)):
+        plan = sw.plan(Model(), sw.Mesh(fsdp=2), sw.zero(3, "fsdp"))
+        program = sw.lower(plan, opaque, sw.optim.sgd(0.1), count_fn=picky).bind()
+        state = program.init(0)
+        for doing in ("the first pass over the model", "the step"):
+            with pytest.raises(RankError, match=f"Rank 1 failed in {doing}") as caught:
+                program.step(state, sw.Lifted(bad))
+            assert "ValueError: two rows are too few" in str(caught.value)
+            assert caught.value.numbers == {"rank": 1, "failed": 1}
+            state, metrics = program.step(state, sw.Lifted(good))
+            assert metrics.applied
+
+
 @pytest.mark.parametrize(
     ("result", "text"),
     [
