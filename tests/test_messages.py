@@ -114,6 +114,26 @@ def own_collective() -> None:
         dist.destroy_process_group()
 
 
+class Both(nn.Linear):
+    """Returns a value beside what is computed from it."""
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(input)
+        return y, y.sin()
+
+
+def kept_value_written() -> None:
+    """The function writes a value that remat keeps."""
+
+    def written(model: nn.Module, batch: Tensor) -> Tensor:
+        y, z = model(batch)
+        return (y.add_(1) + z).mean()
+
+    recomputed = sw.plan(Both(4, 2), sw.Mesh(fsdp=1), sw.remat("", "dots"))
+    program = sw.lower(recomputed, written, SGD).bind()
+    program.grads(program.init(seed=0), torch.ones(3, 4))
+
+
 def used_twice() -> None:
     with sw.simulate(MESH):
         program = sw.lower(plan(), loss_fn, SGD).bind()
@@ -337,6 +357,12 @@ ENTRIES = [
             "Fix: see plan.why(path)",
         ),
         {"all_gather": 6, "reduce_scatter": 3, "nbytes": 2120},
+    ),
+    Entry(
+        errors.RematError,
+        kept_value_written,
+        ("(3, 2), 24 bytes, written 1 times", "Fix: use the operation that is not in place"),
+        {"module": "", "nbytes": 24},
     ),
     Entry(
         errors.RandomError,

@@ -127,7 +127,7 @@ def _apply(
     rows: list[Row] = []
     for key, grad in grads.items():
         param, factor = params[key], scale_of(scale, key)
-        if param.device.type == "cpu":
+        if _has_fused(param):
             written = [reals(param), reals(opt_state.mu[key]), reals(opt_state.nu[key])]
             rows.append(Row(written, reals(grad), factor))
         else:
@@ -135,6 +135,10 @@ def _apply(
     if rows:
         _step_fused(settings, opt_state, rows)
     return params, opt_state
+
+
+def _has_fused(param: Tensor) -> bool:
+    return param.device.type == "cpu"
 
 
 def _arrived(beta: float, count: Tensor) -> Tensor:

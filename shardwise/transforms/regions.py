@@ -10,7 +10,8 @@ written buffers are those that forward has read, while the module's own stay as 
 
 Around units the recomputation has to come at a known place in the list of collectives. `Probe`, the
 first node inside, saves a tensor; `Reach`, the last node, asks for it before anything inside is
-reached, and so has torch recompute the region there.
+reached, and so has torch recompute the region there. What this rank leaves out of the region has
+joined in before `Reach`, since backward comes to what was created last first.
 """
 
 from __future__ import annotations

@@ -30,7 +30,10 @@ MODELS: dict[str, tuple[Any, str, str]] = {
 }
 
 
-def gradients(model: nn.Module, *remats: sw.Transform) -> tuple[Any, dict[str, Any], Any]:
+Seen = tuple[Any, dict[str, Any], Any]
+
+
+def gradients(model: nn.Module, *remats: sw.Transform) -> Seen:
     """Of one step of ZeRO-3 on two ranks; what ran is what was predicted."""
     (batch,) = batches("llama", steps=1)
     with sw.simulate(MESH):
@@ -42,7 +45,9 @@ def gradients(model: nn.Module, *remats: sw.Transform) -> tuple[Any, dict[str, A
         return metrics.loss, dict(sw.to_global(grads.leaves)), program.lowered.grads_items
 
 
-def assert_same(got: tuple[Any, dict[str, Any], Any], want: tuple[Any, dict[str, Any], Any]) -> None:
+def assert_same(
+    got: tuple[Any, dict[str, Any], Any], want: tuple[Any, dict[str, Any], Any]
+) -> None:
     assert torch.equal(got[0], want[0])
     assert got[1].keys() == want[1].keys()
     assert not [path for path in want[1] if not torch.equal(got[1][path], want[1][path])]
@@ -67,6 +72,6 @@ def test_a_model_that_checkpoints_its_layers_itself(name: str) -> None:
     """Inside and outside of what we recompute."""
     make, layers, attention = MODELS[name]
     want, model = gradients(make()), make()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     assert_same(gradients(model), want)
     assert_same(gradients(model, sw.remat([layers, f"{layers}.{attention}"])), want)
