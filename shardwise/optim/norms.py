@@ -5,9 +5,12 @@ A float32 sum of a million squares is off by 1e-4, and the square of a small flo
 everything is added in float64. torch's `vector_norm(dtype=float64)` does that on the CPU by way of
 a float64 copy of the whole tensor. Here pieces of 65,536 elements are cast one after the other, and
 small tensors are joined to one piece, so that the copy is half a megabyte at most and a model of
-many small buckets takes few calls. Measured on one CPU thread, float32, `vector_norm` against this:
-12 tensors of 1e3 elements 95 / 27 us, 12 of 1e5 710 / 950 us, one of 1e7 160 / 48 ms. On other
-devices torch has one kernel for a list of tensors that casts in registers.
+many small buckets takes few calls. Squares of long float32 tensors need no copy: torch adds rows of
+1,024 in float32, with errors of 1e-9 of the norm, and the rows are added in float64; where numbers
+are so large or small that their squares are lost, it is done again by pieces. Measured on one CPU
+thread, 12 tensors of 263,000 float32 elements: 1.9 ms, by pieces 3.3, `vector_norm(dtype=float64)`
+4.6, `vector_norm` in float32 alone 1.3. On other devices torch has one kernel for a list of tensors
+that casts in registers.
 """
 
 from __future__ import annotations
@@ -26,6 +29,12 @@ from shardwise.sharding.tree import select
 
 PIECE_ELEMENTS = 65_536
 """Elements that are cast to float64 at a time on the CPU."""
+
+ROW_ELEMENTS = 1024
+"""Elements whose squares are added in float32."""
+
+_LEAST_MEAN_SQUARE = 1e-29
+"""Nine digits above the smallest normal square: below it, squares may have been lost."""
 
 ORDS = (1.0, 2.0, math.inf)
 """Kinds of norms: the sum of magnitudes, the root of the sum of squares, the largest magnitude."""
@@ -134,7 +143,8 @@ def power_sum(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
     if order == math.inf:
         ends = [end for one in flat for end in one.aminmax()]
         return torch.stack([end.double() for end in ends]).abs().amax()
-    parts = [_piece_sum(piece, order) for piece in _pieces(flat)]
+    parts, others = _sums_by_rows(flat) if order == ORDS[1] else ([], flat)
+    parts += [_piece_sum(piece, order) for piece in _pieces(others)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
@@ -179,6 +189,26 @@ def sum_in_kernels(flat: Sequence[Tensor], order: float) -> Tensor:
     if order == math.inf:
         return norms.amax()
     return (norms.square() if order == ORDS[1] else norms).sum()
+
+
+def _sums_by_rows(flat: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Sums of squares of long float32 tensors, and the tensors for which this cannot be done."""
+    sums: list[Tensor] = []
+    others: list[Tensor] = []
+    for one in flat:
+        body = one.numel() - one.numel() % ROW_ELEMENTS
+        if one.dtype != torch.float32 or not body:
+            others.append(one)
+            continue
+        rows = torch.linalg.vector_norm(one[:body].view(-1, ROW_ELEMENTS), dim=1).double()
+        total = torch.dot(rows, rows)
+        # Zeros are zeros by pieces, too; NaN fails the comparison, and stays NaN there.
+        if body * _LEAST_MEAN_SQUARE < total.item() < math.inf:
+            sums.append(total)
+            others += [one[body:]] if body < one.numel() else []
+        else:
+            others.append(one)
+    return sums, others
 
 
 def _piece_sum(piece: Sequence[Tensor], order: float) -> Tensor:
