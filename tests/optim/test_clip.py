@@ -200,14 +200,23 @@ def test_power_sums_are_exact_whatever_the_pieces(ord: float, dtype: torch.dtype
     )
     value = power_sum(mixed, ord)
     assert value.dtype == torch.float64
-    assert (value.sqrt() if ord == 2 else value).item() == pytest.approx(expected.item(), rel=1e-12)
+    by_rows = ord == 2 and dtype in (torch.float32, torch.complex64)  # rows are added in float32
+    rel = 1e-7 if by_rows else 1e-12
+    assert (value.sqrt() if ord == 2 else value).item() == pytest.approx(expected.item(), rel=rel)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-18, 1e18, 1e30])
+def test_squares_that_float32_would_lose_are_added_in_float64(size: float) -> None:
+    values = torch.randn(5000) * size
+    expected = values.double().square().sum().item()
+    assert power_sum([values]).item() == pytest.approx(expected, rel=1e-7)
 
 
 def test_kernels_of_other_devices_give_the_same_sums() -> None:
     mixed = [torch.randn(5), torch.randn(70_000)]
     for ord in ORDS:
         other = sum_in_kernels(mixed, ord)
-        assert other.item() == pytest.approx(power_sum(mixed, ord).item(), rel=1e-12)
+        assert other.item() == pytest.approx(power_sum(mixed, ord).item(), rel=1e-7)
 
 
 def test_a_parameter_belongs_to_the_first_group_that_selects_it() -> None:
