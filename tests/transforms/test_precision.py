@@ -93,7 +93,7 @@ def whole(tree: Any) -> dict[str, Tensor]:
 def batch_of(draw: Draw, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     rows = 3 * draw.mesh.size * draw.steps
-    values = torch.randn(rows, WIDTH + 1, generator=generator)
+    values = torch.randn(rows, WIDTH + 1, generator=generator).to(getattr(torch, draw.own))
     return {"x": values[:, :-1], "y": values[:, -1]}
 
 
