@@ -48,7 +48,7 @@ def run(options: Options) -> Outcome:
             speed = number * tokens / (time.perf_counter() - start)
             advance(loss=loss, tokens_per_second=speed, rest_bytes=state.nbytes)
     executed = setup.program.last_collectives
-    step_bytes = engine.measured_step_bytes(setup, state, corpus.train, options)
+    step_bytes = engine.measured_step_bytes(setup, corpus.train, options)
     plain = replace(options, precision="fp32", accumulate=1, remat=False)
     eval_loss = engine.evaluate(setup, state, corpus.held_out, options)
     path = Path(options.out) / "weights.safetensors"

@@ -69,8 +69,11 @@ def convert_tensors(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _converted(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    leaves, structure = tree_flatten(tree, none_is_leaf=True)
-    new = [_converted_leaf(leaf, convert) for leaf in leaves]
+    # One level at a time, so that a part in which nothing changes is the same object afterwards.
+    leaves, structure = tree_flatten(tree, is_leaf=lambda part: part is not tree, none_is_leaf=True)
+    if len(leaves) == 1 and leaves[0] is tree:
+        return _converted_leaf(tree, convert)
+    new = [_converted(leaf, convert) for leaf in leaves]
     if all(after is before for after, before in zip(new, leaves, strict=True)):
         return tree
     return tree_unflatten(structure, new)

@@ -81,9 +81,7 @@ class Stepping:
         found: list[tuple[Group, Route]] = []
         for call in self.calls:
             whole = [group for group in call if group.gather]
-            found += [
-                (group, self.route(group, group.work)) for group in whole for _ in range(2)
-            ]
+            found += [(group, self.route(group, group.work)) for group in whole for _ in range(2)]
             found += [
                 (group, self.route(group, group.working(values[group.key].dtype)))
                 for values in dicts

@@ -14,6 +14,8 @@ import shardwise as sw
 pytestmark = pytest.mark.simulated
 
 MESH = sw.Mesh(fsdp=2)
+PARTS = (slice(0, 2), slice(2, 4))
+"""What each of two ranks sees of four rows."""
 
 
 def whole(tree: Any) -> dict[str, Tensor]:
@@ -67,16 +69,12 @@ def test_dty_1_a_unit_of_mixed_dtypes_trains_as_on_one_process(level: int) -> No
         after = whole(state.params)
     for path, p in one.named_parameters():
         assert after[path].dtype == own[path]
-        if level in {0, 1, 2, 3}:
-            torch.testing.assert_close(after[path], p.detach(), rtol=8e-3, atol=1e-6)
+        assert torch.equal(after[path], p.detach()), path
     buckets = lowered.buckets["0"]
     assert sorted(str(bucket.params.dtype) for bucket in buckets) == [
         "torch.bfloat16",
         "torch.float32",
     ]
-
-
-PARTS = (slice(0, 2), slice(2, 4))
 
 
 # -- BF-1 --------------------------------------------------------------------------------------
@@ -121,7 +119,9 @@ def test_bf_1_a_master_moves_where_bfloat16_alone_stays(ranks: int) -> None:
     assert torch.equal(params["weight"], masters["weight"].bfloat16())
     plain = sw.precision(params="bfloat16", master="bfloat16")
     # Half a step of bfloat16 below 1 is 2**-9: what is warned of is what happens.
-    with pytest.warns(UserWarning, match="bfloat16 without a master copy: a step of less than 0.00195"):
+    with pytest.warns(
+        UserWarning, match="bfloat16 without a master copy: a step of less than 0.00195"
+    ):
         params, masters = run_norm(mesh, 100, adam, level, plain)
     assert torch.equal(params["weight"], torch.ones(16, dtype=torch.bfloat16))
     assert masters == {}
@@ -170,6 +170,7 @@ def run_table(name: str, steps: int, *, seed: int = 0, **precision: Any) -> Any:
             assert program.last_collectives == program.lowered.collectives()
         assert whole(state.master) == {}
         moments = [v for v in sw.to_global(state.opt) if isinstance(v, dict)]
+        assert moments
         return whole(state.params)["weight"], moments
 
 
