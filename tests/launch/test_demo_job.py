@@ -49,9 +49,7 @@ def test_two_ranks_train_as_the_split_reference_bit_for_bit(
 
 
 def test_options_save_the_memory_that_is_predicted(tmp_path: Path) -> None:
-    asked = Options(
-        steps=2, rows=32, out=str(tmp_path), precision="bf16", accumulate=4, remat=True
-    )
+    asked = Options(steps=2, rows=32, out=str(tmp_path), precision="bf16", accumulate=4, remat=True)
     one = spawn(run, ranks=2, args=(asked,), timeout=200)[0]
     assert one.same_collectives
     assert one.predicted_step < 0.6 * one.plain_step
