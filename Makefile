@@ -22,6 +22,8 @@ bench: $(INSTALLED)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[bench]"
 	-$(BIN)/python -m pip install -c constraints.txt -e ".[peers]"
 	$(BIN)/python -m benchmarks.host_overhead
+	$(BIN)/python -m benchmarks.numerics
+	$(BIN)/python -m benchmarks.norms
 	$(BIN)/python -m benchmarks.training
 
 # torch first and alone: it is most of the download, and its version decides the rest.

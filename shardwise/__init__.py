@@ -11,12 +11,20 @@ from shardwise.sharding.rules import Rules
 from shardwise.sharding.simulation import simulate
 from shardwise.sharding.spec import Spec
 from shardwise.sharding.state import State
+from shardwise.transforms.accumulate import accumulate
+from shardwise.transforms.batch_sizes import BatchSizes, batch_sizes
+from shardwise.transforms.carry import from_state
 from shardwise.transforms.compose import chain, masked, partition, tree_at
+from shardwise.transforms.dropout import Dropout, dropout
 from shardwise.transforms.initialise import from_module
 from shardwise.transforms.loss import Mean
+from shardwise.transforms.loss_scale import loss_scale
 from shardwise.transforms.lower import Lowered, lower
 from shardwise.transforms.metrics import Metrics
+from shardwise.transforms.micro import MicroBatches
+from shardwise.transforms.precision import precision
 from shardwise.transforms.program import Program
+from shardwise.transforms.remat import name, remat, save
 from shardwise.transforms.trace import like
 from shardwise.transforms.zero import (
     freeze,
@@ -30,30 +38,42 @@ from shardwise.transforms.zero import (
 
 __all__ = [
     "Axes",
+    "BatchSizes",
+    "Dropout",
     "Lifted",
     "Lowered",
     "Mean",
     "Mesh",
     "Metrics",
+    "MicroBatches",
     "Plan",
     "Program",
     "Rules",
     "Spec",
     "State",
     "Transform",
+    "accumulate",
+    "batch_sizes",
     "chain",
+    "dropout",
     "errors",
     "freeze",
     "from_module",
+    "from_state",
     "keep_gathered",
     "like",
+    "loss_scale",
     "lower",
     "masked",
+    "name",
     "optim",
     "partition",
     "plan",
+    "precision",
     "prefetch",
+    "remat",
     "rules",
+    "save",
     "shard_grads",
     "shard_optimizer",
     "shard_params",

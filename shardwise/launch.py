@@ -5,7 +5,8 @@ Ranks are forked from a `forkserver`, never from the caller: a caller that has u
 leaves forked children that hang at their first operation. The server has imported torch and
 shardwise, so its start costs seconds once and a rank costs tenths. The caller hosts the rendezvous
 store on a port the kernel chose, so there is no race for a free port. A rank that is done keeps its
-process alive until every rank is done, because its gloo peers may still be reading from it.
+process alive until every rank is done, because its gloo peers may still be reading from it. If the
+others wait in a collective by then, they would wait for ever; see [Note: waiting for ever].
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardwise._rank import Report, run_rank
+from shardwise._waiting import LOOK_SECONDS, Seen, Watch, look
 from shardwise.sharding.errors import LaunchError, RankError, strict_keywords
 from shardwise.sharding.job import Job, join_job
 
@@ -84,7 +86,8 @@ def spawn(
 
     Raises:
         RankError: a rank raised, exited or was killed; carries that rank's traceback, and its
-            exception as `__cause__` where that can be pickled.
+            exception as `__cause__` where that can be pickled. Or ranks wait in a collective that
+            a rank has not joined which has returned.
         LaunchError: `main` or `args` cannot be sent, or the time is over.
 
     >>> import math
@@ -193,10 +196,17 @@ def _collect(started: Sequence[_Rank], call: str, timeout: float | None) -> dict
     deadline = None if timeout is None else time.monotonic() + timeout
     results: dict[int, bytes] = {}
     pending = list(started)
+    watch = Watch()
     while pending:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not wait([fd for one in pending for fd in one.fds], left):
-            raise _too_late(pending, len(started), call, timeout)
+        # Only a rank that has returned can leave the others in a wait without end.
+        pause = left if not results else min(LOOK_SECONDS, left or LOOK_SECONDS)
+        if not wait([fd for one in pending for fd in one.fds], pause):
+            if deadline is not None and time.monotonic() >= deadline:
+                raise _too_late(pending, len(started), call, timeout)
+            if results and watch.all_wait(seen := _look(pending)):
+                raise _left_behind(seen, sorted(results), call)
+            continue
         failed: list[tuple[_Rank, Report | None]] = []
         for one in _ready(pending):
             report = _read(one)
@@ -261,6 +271,9 @@ def _death(one: _Rank, ranks: int, call: str) -> RankError:
         how = f"was killed by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
             fix = "the kernel kills with SIGKILL when memory runs out: lower the batch or the ranks"
+        if -code == signal.SIGABRT:
+            fix += "; gloo aborts a rank that receives another size than it expects, so ranks may "
+            fix += "run different collectives: bind(debug=True) names the first that differs"
     elif one.stack.exists():
         how = f"exited with code {code} before main() returned"
     else:
@@ -277,17 +290,39 @@ def _death(one: _Rank, ranks: int, call: str) -> RankError:
     )
 
 
+def _look(pending: Sequence[_Rank]) -> dict[int, Seen]:
+    return look([(one.rank, one.process.pid, one.stack) for one in pending])
+
+
+def _stacks(seen: Mapping[int, Seen]) -> list[str]:
+    return [
+        f"rank {rank}, innermost call first:\n{one.stack}"
+        if one.stack
+        else f"rank {rank}: starting"
+        for rank, one in seen.items()
+    ]
+
+
+def _left_behind(seen: Mapping[int, Seen], returned: list[int], call: str) -> RankError:
+    gone, here = (", ".join(map(str, ranks)) for ranks in (returned, sorted(seen)))
+    return RankError(
+        f"rank {gone} of {len(seen) + len(returned)} returned while rank {here} waits in a "
+        "collective.",
+        where=call,
+        facts=_stacks(seen),
+        why="A collective ends when all of its ranks have joined it; a rank that has returned from "
+        "main() joins nothing more.",
+        fix="have every rank make the same calls; ranks that run out of batches stop together: "
+        "while program.agree((batch := next(batches, None)) is not None)",
+        returned=tuple(returned),
+        waiting=tuple(sorted(seen)),
+    )
+
+
 def _too_late(
     pending: Sequence[_Rank], ranks: int, call: str, timeout: float | None
 ) -> LaunchError:
-    for one in pending:
-        if one.process.pid is not None and one.stack.exists():
-            os.kill(one.process.pid, signal.SIGUSR1)
-    time.sleep(_SETTLE_SECONDS)
-    stacks = [
-        f"rank {one.rank}: {one.stack.read_text().strip() if one.stack.exists() else 'starting'}"
-        for one in pending
-    ]
+    stacks = _stacks(_look(pending))
     unfinished = [one.rank for one in pending]
     return LaunchError(
         f"{call} was not done after timeout={timeout} seconds.",

@@ -6,195 +6,43 @@ import pickle
 import pkgutil
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.demo.text import TextError, standard_library
+from shardwise.demo.text import TextError
 from shardwise.sharding import errors
 from shardwise.sharding.errors import ShardwiseError
-from shardwise.sharding.pytree import NAMESPACE, tree_map
-from shardwise.sharding.spec import local_shape
 from shardwise.testing import (
     CommsError,
     EquivalenceError,
-    assert_bitwise,
-    assert_comms,
-    assert_equivalent,
+)
+from tests.misuses import (
+    another_rank_fails,
+    bits_of_a_norm,
+    careless_mean,
+    kept_value_written,
+    leaves_of_other_shapes,
+    mismatched_axes,
+    no_own_init,
+    other_module,
+    overflow_at_the_minimum,
+    own_collective,
+    plan,
+    ranks_that_differ,
+    stripped_python,
+    tight_budget,
+    too_long_a_warmup,
+    train,
+    uneven_cut,
+    uneven_heads,
+    uneven_rows,
+    used_twice,
+    wrong_rank,
 )
 from tests.transforms.five_parts import check
-
-pytestmark = pytest.mark.simulated
-
-MESH = sw.Mesh(fsdp=2)
-ZERO = sw.zero(3, "fsdp")
-SGD = sw.optim.sgd(0.1)
-
-
-class Model(nn.Module):
-    """Two units and a head; a batch may say what is odd about its forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, batch: dict[str, Any]) -> Tensor:
-        x, odd = batch["x"], batch["odd"]
-        if odd == "fail":
-            raise RuntimeError("sample 17 is broken")
-        for layer in reversed(self.layers) if odd == "order" else self.layers:
-            x = layer(x)
-        if odd == "read":
-            x = x + self.layers[1].weight.sum()
-        if odd == "reduce":
-            dist.all_reduce(x)
-        return self.head(x)
-
-
-def loss_fn(model: nn.Module, batch: dict[str, Any]) -> Any:
-    out = model(batch)
-    return out if batch["odd"] == "loss" else out.square().mean()
-
-
-def rows(count: int = 4, odd: str = "") -> dict[str, Any]:
-    values = torch.arange(4.0 * count).view(count, 4) / 16
-    return {"x": values, "odd": odd}
-
-
-def plan(*transforms: sw.Transform, mesh: sw.Mesh = MESH) -> sw.Plan:
-    return sw.plan(Model(), mesh, *(transforms or (ZERO,)))
-
-
-def train(*odd: str) -> None:
-    """One step after the other on two simulated ranks."""
-    with sw.simulate(MESH):
-        program = sw.lower(plan(), loss_fn, SGD).bind()
-        state = program.init(seed=0)
-        for one in odd:
-            state, _ = program.step(state, program.shard_batch(rows(odd=one)))
-
-
-# -- misuses -------------------------------------------------------------------------------------
-
-
-def uneven_cut() -> None:
-    sw.plan(nn.Linear(4, 5), sw.Mesh(fsdp=4), sw.shard_params("fsdp", on="d0"))
-
-
-def no_own_init() -> None:
-    model = Model()
-    model.scale = nn.Parameter(torch.ones(4))
-    with sw.simulate(MESH):
-        sw.lower(sw.plan(model, MESH, ZERO), loss_fn, SGD).bind().init(seed=0)
-
-
-def other_module() -> None:
-    with sw.simulate(MESH):
-        sw.lower(plan(), loss_fn, SGD, module=nn.Linear(2, 2)).bind()
-
-
-def few_rows() -> None:
-    with sw.simulate(MESH):
-        sw.lower(plan(), loss_fn, SGD).bind().shard_batch(rows(1))
-
-
-def own_collective() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        program = sw.lower(plan(mesh=sw.Mesh(fsdp=1)), loss_fn, SGD).bind()
-        program.step(program.init(seed=0), rows(odd="reduce"))
-    finally:
-        dist.destroy_process_group()
-
-
-def used_twice() -> None:
-    with sw.simulate(MESH):
-        program = sw.lower(plan(), loss_fn, SGD).bind()
-        state, batch = program.init(seed=0), program.shard_batch(rows())
-        program.step(state, batch)
-        program.step(state, batch)
-
-
-def leaves_of_other_shapes() -> None:
-    def halve(leaf: Any) -> Any:
-        return leaf.to_local()[:1] if leaf.ndim == 2 else leaf
-
-    with sw.simulate(MESH):
-        program = sw.lower(plan(), loss_fn, SGD).bind()
-        state = program.init(seed=0).map(lambda one: tree_map(halve, one, namespace=NAMESPACE))
-        program.step(state, program.shard_batch(rows()))
-
-
-def mismatched_axes() -> None:
-    sw.Axes.parse("embed mlp").check((4,))
-
-
-def uneven_heads() -> None:
-    local_shape(sw.Spec.parse("(heads/tp hd)"), (6,), sw.Mesh(tp=4))
-
-
-def too_long_a_warmup() -> None:
-    sw.optim.warmup_cosine(1.0, warmup=9, steps=5)
-
-
-def another_rank_fails() -> None:
-    """What rank 0 is told of a failure on rank 1."""
-    with sw.simulate(MESH) as world:
-        program = sw.lower(plan(), loss_fn, SGD).bind()
-        state = program.init(seed=0)
-        told: list[Exception] = []
-
-        def step(rank: int) -> None:
-            try:
-                batch = rows(odd="fail" if rank == 1 else "")
-                program._ranks[rank].step(state.ranks[rank], batch)
-            except ShardwiseError as error:
-                told.append(error)
-
-        world.run(step)
-    raise min(told, key=lambda error: "sample 17" not in str(error))
-
-
-def ranks_that_differ() -> None:
-    sw.to_global(sw.Lifted([torch.zeros(1), torch.ones(1)]))
-
-
-def wrong_rank() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RANK", "5")
-        patch.setenv("WORLD_SIZE", "2")
-        patch.setenv("MASTER_ADDR", "localhost")
-        patch.setenv("MASTER_PORT", "1")
-        sw.lower(plan(), loss_fn, SGD).bind()
-
-
-def careless_mean() -> None:
-    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        return model(batch)[batch["x"][:, 0] > 0.6].mean()
-
-    assert_equivalent(Model(), loss, [rows(8)], plan=plan(), optimizer=SGD)
-
-
-def tight_budget() -> None:
-    assert_comms(sw.lower(plan(), loss_fn, SGD), all_gather=1, max_bytes=10)
-
-
-def bits_of_a_norm() -> None:
-    clipped = sw.optim.chain(sw.optim.clip_by_global_norm(1.0), SGD)
-    assert_bitwise(Model(), loss_fn, [rows()], plan=plan(), optimizer=clipped)
-
-
-def stripped_python() -> None:
-    with TemporaryDirectory() as folder:
-        standard_library(Path(folder))
-
 
 # -- the table -----------------------------------------------------------------------------------
 
@@ -263,7 +111,7 @@ ENTRIES = [
     ),
     Entry(
         errors.BatchError,
-        few_rows,
+        uneven_rows,
         ("program.shard_batch(batch)", "parts: 2 (axes fsdp of Mesh(fsdp=2))", "Fix: pass tensors"),
         {"parts": 2},
     ),
@@ -294,7 +142,7 @@ ENTRIES = [
     Entry(
         errors.DonatedStateError,
         used_twice,
-        ("step 0 at test_messages.py:", "in used_twice", "Fix: use the state that step returned"),
+        ("step 0 at misuses.py:", "in used_twice", "Fix: use the state that step returned"),
         {},
     ),
     Entry(
@@ -332,11 +180,29 @@ ENTRIES = [
         tight_budget,
         (
             "all_gather: 6 would run, 1 expected",
-            "payload: 2,120 bytes, at most 10 expected",
+            "payload: 2,128 bytes, at most 10 expected",
             "layers.0",
             "Fix: see plan.why(path)",
         ),
-        {"all_gather": 6, "reduce_scatter": 3, "nbytes": 2120},
+        {"all_gather": 6, "reduce_scatter": 3, "nbytes": 2128},
+    ),
+    Entry(
+        errors.RematError,
+        kept_value_written,
+        ("(3, 2), 24 bytes, written 1 times", "Fix: use the operation that is not in place"),
+        {"module": "", "nbytes": 24},
+    ),
+    Entry(
+        errors.LossScaleError,
+        overflow_at_the_minimum,
+        ("scale 1, minimum 1", "1 steps in a row", "Fix: look for NaN in the batch"),
+        {"scale": 1.0, "minimum": 1.0},
+    ),
+    Entry(
+        errors.RandomError,
+        lambda: sw.dropout(torch.ones(2), 1.5),
+        ("Dropout of 1.5 is no probability", "sw.dropout(x, p)", "Fix: a number from 0 to 1"),
+        {"p": 1.5},
     ),
     Entry(
         TextError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated
 
 import typer
@@ -13,9 +14,22 @@ from shardwise.sharding.errors import ShardwiseError
 from shardwise.sharding.job import launched
 
 
+class Precision(enum.Enum):
+    """Choices of `--precision`."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
 def demo(
     ranks: Annotated[int, typer.Option(min=1, help="Local processes to start.")] = 4,
     zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO level.")] = 3,
+    precision: Annotated[
+        Precision, typer.Option(help="Dtype in which modules compute.")
+    ] = Precision.FP32,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    remat: Annotated[bool, typer.Option(help="Recompute every layer in backward.")] = False,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps.")] = 200,
     check: Annotated[bool, typer.Option(help="Compare with the split reference.")] = False,
     out: Annotated[str, typer.Option(help="Folder for the weights.")] = "runs/demo",
@@ -24,7 +38,15 @@ def demo(
 
     Under torchrun the launcher's ranks are used, and --ranks is not read.
     """
-    options = Options(zero=zero, steps=steps, check=check, out=out)
+    options = Options(
+        zero=zero,
+        precision=precision.value,
+        accumulate=accumulate,
+        remat=remat,
+        steps=steps,
+        check=check,
+        out=out,
+    )
     try:
         if launched() or ranks == 1:
             run(options)

@@ -14,6 +14,8 @@ from shardwise.demo.gpt import GPT, GPTConfig
 from shardwise.demo.options import Options, Traffic
 from shardwise.demo.text import draw_batch
 from shardwise.sharding.movement import Collective
+from shardwise.testing.echo import bind_alone
+from shardwise.testing.ledger import measure
 
 _CONTEXT = GPTConfig().context
 _BETAS = (0.9, 0.95)
@@ -21,6 +23,7 @@ _WEIGHT_DECAY = 0.1
 _WARMUP_STEPS = 10
 _MAX_NORM = 1.0
 _EVAL_ROWS = 256
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class Setup(NamedTuple):
@@ -61,13 +64,33 @@ def optimizer(options: Options, *, clip: bool) -> sw.optim.GradientTransform:
 
 def prepare(options: Options, *, clip: bool = True) -> Setup:
     """Plan the GPT over all ranks of this job and bind the program."""
+    lowered = lower(options, clip=clip)
+    return Setup(lowered.plan, lowered, lowered.bind())
+
+
+def lower(options: Options, *, clip: bool = True) -> sw.Lowered:
+    """The program of the GPT over all ranks of this job, traced on a batch that does not exist."""
     with torch.device("meta"):
         model = GPT()
-    mesh = sw.Mesh(fsdp=-1)
-    transforms = [sw.zero(options.zero, "fsdp")] if options.zero else []
-    plan = sw.plan(model, mesh, *transforms)
-    lowered = sw.lower(plan, loss_fn, optimizer(options, clip=clip))
-    return Setup(plan, lowered, lowered.bind())
+    plan = sw.plan(model, sw.Mesh(fsdp=-1), *transforms(options))
+    rows = -(-options.rows // plan.mesh.size)
+    tokens = sw.like((rows, _CONTEXT), torch.int64)
+    batch = {"tokens": tokens, "targets": tokens}
+    return sw.lower(plan, loss_fn, optimizer(options, clip=clip), batch=batch)
+
+
+def transforms(options: Options) -> list[sw.Transform]:
+    """What the options ask of a plan."""
+    chosen: list[sw.Transform] = []
+    if options.zero:
+        chosen.append(sw.zero(options.zero, "fsdp"))
+    if options.precision != "fp32":
+        chosen.append(sw.precision(compute=_DTYPES[options.precision]))
+    if options.accumulate > 1:
+        chosen.append(sw.accumulate(options.accumulate))
+    if options.remat:
+        chosen.append(sw.remat("layers.*"))
+    return chosen
 
 
 def batches(text: Tensor, options: Options) -> Iterator[dict[str, Tensor]]:
@@ -81,6 +104,22 @@ def train(setup: Setup, state: sw.State, text: Tensor, options: Options) -> Iter
     for batch in batches(text, options):
         state, metrics = setup.program.step(state, setup.program.shard_batch(batch))
         yield Step(state, float(metrics.loss))
+
+
+def step_bytes(lowered: sw.Lowered) -> int:
+    """The most that a step is predicted to take beyond rest, activations included."""
+    memory = lowered.memory()
+    return memory.peak_bytes - memory.rest_bytes + (memory.activations or 0)
+
+
+def measured_step_bytes(setup: Setup, text: Tensor, options: Options) -> int:
+    """The same, measured on one rank alone: gloo's threads free memory where nobody counts."""
+    batch = setup.program.shard_batch(next(batches(text, options)))
+    alone = bind_alone(setup.lowered)
+    state = alone.init(options.seed, None)
+    alone.grads(state, batch)  # the first pass also makes what later ones keep
+    _, usage = measure(lambda: alone.grads(state, batch))
+    return usage.peak
 
 
 def evaluate(setup: Setup, state: sw.State, text: Tensor, options: Options) -> float:

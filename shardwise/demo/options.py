@@ -12,6 +12,9 @@ class Options:
 
     Args:
         zero: ZeRO level, 0 (replicated) to 3.
+        precision: `fp32`, or the dtype in which modules compute: `bf16`, `fp16`.
+        accumulate: micro-batches of a step.
+        remat: recompute every layer in backward.
         steps: optimizer steps.
         rows: rows of the global batch, cut over the ranks.
         seed: of weights and batches.
@@ -21,6 +24,9 @@ class Options:
     """
 
     zero: int = 3
+    precision: str = "fp32"
+    accumulate: int = 1
+    remat: bool = False
     steps: int = 200
     rows: int = 64
     seed: int = 0
@@ -40,7 +46,8 @@ class Outcome(NamedTuple):
     """Figures of a finished run; losses in nats per byte.
 
     The same on every rank, but for the speed each has seen, and for `largest_difference` and
-    `sample`, which rank 0 alone works out.
+    `sample`, which rank 0 alone works out. Bytes of a step are the most beyond rest, activations
+    included; plain ones are those of float32, one micro-batch and no recomputation.
     """
 
     ranks: int
@@ -50,6 +57,9 @@ class Outcome(NamedTuple):
     tokens_per_second: float
     predicted_bytes: int
     measured_bytes: int
+    predicted_step: int
+    measured_step: int
+    plain_step: int
     predicted: Traffic
     executed: Traffic
     same_collectives: bool

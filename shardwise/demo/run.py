@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -47,6 +48,8 @@ def run(options: Options) -> Outcome:
             speed = number * tokens / (time.perf_counter() - start)
             advance(loss=loss, tokens_per_second=speed, rest_bytes=state.nbytes)
     executed = setup.program.last_collectives
+    step_bytes = engine.measured_step_bytes(setup, corpus.train, options)
+    plain = replace(options, precision="fp32", accumulate=1, remat=False)
     eval_loss = engine.evaluate(setup, state, corpus.held_out, options)
     path = Path(options.out) / "weights.safetensors"
     weights = engine.full_weights(state)
@@ -65,6 +68,9 @@ def run(options: Options) -> Outcome:
         tokens_per_second=speed,
         predicted_bytes=predicted_bytes,
         measured_bytes=state.nbytes,
+        predicted_step=engine.step_bytes(setup.lowered),
+        measured_step=step_bytes,
+        plain_step=engine.step_bytes(engine.lower(plain)),
         predicted=engine.traffic(setup.lowered.collectives()),
         executed=engine.traffic(executed),
         same_collectives=tuple(executed) == tuple(setup.lowered.collectives()),

@@ -65,6 +65,13 @@ def summary(outcome: Outcome) -> Table:
         f"predicted {outcome.predicted_bytes:,}",
     )
     table.add_row(
+        "a step's bytes beyond rest",
+        f"{outcome.measured_step:,}",
+        f"predicted {outcome.predicted_step:,}",
+    )
+    if outcome.plain_step != outcome.predicted_step:
+        table.add_row("  without options", "", f"predicted {outcome.plain_step:,}")
+    table.add_row(
         "collectives per step", str(outcome.executed.count), f"predicted {outcome.predicted.count}"
     )
     table.add_row(

@@ -15,17 +15,24 @@ from shardwise.optim.base import (
     EmptyState,
     GradientTransform,
     Part,
+    Scale,
     Tensors,
     apply_in_place,
     from_factor,
+    scale_of,
 )
 from shardwise.optim.chain import chain
-from shardwise.optim.clip import clip_by_global_norm, clip_by_value, global_norm
+from shardwise.optim.clip import (
+    clip_by_global_norm,
+    clip_by_group_norm,
+    clip_by_value,
+    global_norm,
+)
 from shardwise.optim.curves import cosine, exponential, inverse_sqrt, linear, step_decay
 from shardwise.optim.ema import EMAState, ema
-from shardwise.optim.flat import squared_norm
 from shardwise.optim.from_torch import FromTorchState, from_torch, schedule_from_torch
 from shardwise.optim.inject import InjectState, inject, set_hyperparameters
+from shardwise.optim.norms import Norm, power_sum, squared_norm
 from shardwise.optim.partition import PartitionState, masked, partition
 from shardwise.optim.phases import join, one_cycle, wsd
 from shardwise.optim.rules import At, Rule, from_rule
@@ -47,11 +54,13 @@ __all__ = [
     "LambState",
     "LionState",
     "MuonState",
+    "Norm",
     "Part",
     "PartitionState",
     "RMSpropState",
     "Rule",
     "SGDState",
+    "Scale",
     "Schedule",
     "Tensors",
     "adafactor",
@@ -61,6 +70,7 @@ __all__ = [
     "apply_in_place",
     "chain",
     "clip_by_global_norm",
+    "clip_by_group_norm",
     "clip_by_value",
     "constant",
     "cosine",
@@ -80,7 +90,9 @@ __all__ = [
     "muon",
     "one_cycle",
     "partition",
+    "power_sum",
     "rmsprop",
+    "scale_of",
     "schedule_from_torch",
     "set_hyperparameters",
     "sgd",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw as torch_adamw
 
-from shardwise.optim.base import GradientTransform, Tensors
+from shardwise.optim.base import GradientTransform, Scale, Tensors, scale_of
 from shardwise.optim.checks import check_fraction, check_non_negative
-from shardwise.optim.flat import like_reals, on_whole_vectors, reals, scaled
+from shardwise.optim.flat import Row, like_reals, on_rows, reals, scaled
 from shardwise.optim.schedules import Schedule, as_schedule, first_count
+from shardwise.sharding.compat import fused_adamw
 from shardwise.sharding.errors import strict_keywords
 
 
@@ -43,9 +44,9 @@ def adamw(
 ) -> GradientTransform:
     """Adam with decoupled weight decay; the same step as `torch.optim.AdamW`.
 
-    Keeps two moments per parameter: state is `2 * nbytes(params)`. On the CPU the in-place form
-    needs one group's size more while it runs if there is a scale or a gradient of another dtype;
-    on other devices one more. Its bits do not depend on how a group is cut.
+    Keeps two moments per parameter: state is `2 * nbytes(params)`. While it runs the in-place form
+    needs at most 262,144 elements more on the CPU, for gradients that are scaled or of another
+    dtype; on other devices two groups' size. Its bits do not depend on how a group is cut.
 
     Args:
         learning_rate: a rate, or a schedule from the count of steps taken.
@@ -118,15 +119,26 @@ def _apply(
     grads: Tensors,
     opt_state: AdamWState,
     *,
-    scale: Tensor | None = None,
+    scale: Scale | None = None,
     **_extra: Any,
 ) -> tuple[Tensors, AdamWState]:
     opt_state.learning_rate.copy_(settings.schedule(opt_state.count))
     opt_state.count.add_(1)
+    rows: list[Row] = []
     for key, grad in grads.items():
-        step = _step_fused if params[key].device.type == "cpu" else _step_plain
-        step(settings, opt_state, key, params[key], scaled(grad, params[key], scale))
+        param, factor = params[key], scale_of(scale, key)
+        if _has_fused(param):
+            written = [reals(param), reals(opt_state.mu[key]), reals(opt_state.nu[key])]
+            rows.append(Row(written, reals(grad), factor))
+        else:
+            _step_plain(settings, opt_state, key, param, scaled(grad, param, factor))
+    if rows:
+        _step_fused(settings, opt_state, rows)
     return params, opt_state
+
+
+def _has_fused(param: Tensor) -> bool:
+    return param.device.type == "cpu"
 
 
 def _arrived(beta: float, count: Tensor) -> Tensor:
@@ -134,31 +146,30 @@ def _arrived(beta: float, count: Tensor) -> Tensor:
     return 1 - torch.pow(beta, count.to(torch.float64))
 
 
-def _step_fused(
-    settings: _Settings, opt_state: AdamWState, key: str, param: Tensor, grad: Tensor
-) -> None:
+def _step_fused(settings: _Settings, opt_state: AdamWState, rows: Sequence[Row]) -> None:
     """One pass over memory on the CPU, three times as fast as `_step_plain`."""
+    count = opt_state.count.to(torch.float32)
 
-    def kernel(param: Tensor, mu: Tensor, nu: Tensor, grad: Tensor) -> None:
-        torch_adamw(
-            [param],
-            [grad],
-            [mu],
-            [nu],
+    def kernel(
+        params: list[Tensor], mus: list[Tensor], nus: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        fused_adamw(
+            params,
+            grads,
+            mus,
+            nus,
             [],
-            [(opt_state.count - 1).to(torch.float32)],  # torch adds 1 to this copy
-            fused=True,
-            amsgrad=False,
+            [count] * len(params),
+            lr=opt_state.learning_rate,
             beta1=settings.beta1,
             beta2=settings.beta2,
-            lr=opt_state.learning_rate,
             weight_decay=settings.weight_decay,
             eps=settings.eps,
+            amsgrad=False,
             maximize=False,
         )
 
-    written = [reals(param), reals(opt_state.mu[key]), reals(opt_state.nu[key])]
-    on_whole_vectors(kernel, written=written, read=[reals(grad)])
+    on_rows(kernel, rows)
 
 
 def _step_plain(

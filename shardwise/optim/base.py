@@ -8,9 +8,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from shardwise.optim.norms import Norm
 from shardwise.sharding.buckets import Couples, Part
 
 Tensors: TypeAlias = dict[str, Tensor]
+Scale: TypeAlias = Tensor | Mapping[str, Tensor]
+"""What multiplies gradients: one 0-dim factor, or one per key; keys it leaves out stay."""
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
@@ -34,12 +37,12 @@ class GradientTransform(NamedTuple):
             definition and the oracle: pure, out of place, `new = params + updates`.
         apply: `apply(params, grads, opt_state, *, scale=None, **extra) -> (params, opt_state)`.
             Writes params and state in place and returns the same objects; `grads` is only
-            read. `scale` is a 0-dim tensor that multiplies the gradients. None when the
-            transform has no in-place form.
+            read. `scale` multiplies the gradients: a 0-dim tensor, or one by key, see
+            `scale_of`. None when the transform has no in-place form.
         couples: what must be seen whole at once, given the extras in `needs`: any single
             `"element"`, a `"tensor"`, or the `"tree"`.
-        needs: names of the extras that a caller whose gradients are cut must pass. `"norm"` is
-            the 2-norm of all gradients after `scale`, as a 0-dim tensor.
+        needs: the norms that a caller whose gradients are cut must pass: `norms={norm: value}`,
+            of the gradients after `scale`, as 0-dim tensors.
         parts: `parts({path: shape}) -> {path: Part}`: the label of each parameter and what must be
             seen whole for it. None: all parameters are alike and couple as `couples` says.
         over: `over({path: shape}, {key: path}) -> transform`: the same transform over other keys;
@@ -47,16 +50,19 @@ class GradientTransform(NamedTuple):
             matter to the transform.
         factor: `factor(grads, opt_state, *, scale=None, **extra) -> (factor, opt_state)`. Present
             when all that the transform does is multiply every gradient by one 0-dim factor.
+        factors: the same with a factor by key; gradients of other keys pass unchanged. Present
+            when that is all that the transform does. At most one of the two is present.
     """
 
     init: Callable[[Tensors], Any]
     update: Callable[..., tuple[Tensors, Any]]
     apply: Callable[..., tuple[Tensors, Any]] | None = None
     couples: Couples = "element"
-    needs: frozenset[str] = frozenset()
+    needs: frozenset[Norm] = frozenset()
     factor: Callable[..., tuple[Tensor, Any]] | None = None
     parts: Callable[[Shapes], dict[str, Part]] | None = None
     over: Callable[[Shapes, Mapping[str, str]], GradientTransform] | None = None
+    factors: Callable[..., tuple[Mapping[str, Tensor], Any]] | None = None
 
 
 def parts_of(transform: GradientTransform, shapes: Shapes) -> dict[str, Part]:
@@ -108,14 +114,14 @@ def from_factor(
     init: Callable[[Tensors], Any],
     factor: Callable[..., tuple[Tensor, Any]],
     *,
-    needs: frozenset[str] = frozenset(),
+    needs: frozenset[Norm] = frozenset(),
 ) -> GradientTransform:
     """A transform whose whole effect is one factor, such as clipping by the global norm.
 
     Args:
         init: makes the state from the params.
         factor: the factor, see `GradientTransform.factor`.
-        needs: the extras that `factor` reads.
+        needs: the norms that `factor` reads.
 
     >>> halve = from_factor(lambda params: EmptyState(),
     ...                     lambda grads, opt_state, **extra: (torch.tensor(0.5), opt_state))
@@ -133,10 +139,26 @@ def from_factor(
     return GradientTransform(init, update, needs=needs, factor=factor)
 
 
-def multiply(grads: Tensors, factor: Tensor) -> Tensors:
-    """Every gradient times one 0-dim factor, each in its own dtype."""
+def scale_of(scale: Scale | None, key: str) -> Tensor | None:
+    """The factor of one key; None: nothing multiplies its gradient.
+
+    >>> print(scale_of({"w": torch.tensor(0.5)}, "w"), scale_of({"w": torch.tensor(0.5)}, "b"))
+    tensor(0.5000) None
+    """
+    return scale.get(key) if isinstance(scale, Mapping) else scale
+
+
+def multiply(grads: Tensors, scale: Scale) -> Tensors:
+    """Every gradient times its 0-dim factor, each in its own dtype."""
+    if isinstance(scale, Mapping):
+        found = ((key, grad, scale.get(key)) for key, grad in grads.items())
+        return {key: grad if one is None else _times(grad, one) for key, grad, one in found}
+    return {key: _times(grad, scale) for key, grad in grads.items()}
+
+
+def _times(grad: Tensor, factor: Tensor) -> Tensor:
     # The cast matters for 0-dim gradients: there the product takes the wider dtype of the two.
-    return {key: (grad * factor).to(grad.dtype) for key, grad in grads.items()}
+    return (grad * factor).to(grad.dtype)
 
 
 def apply_in_place(
@@ -145,7 +167,7 @@ def apply_in_place(
     grads: Tensors,
     opt_state: Any,
     *,
-    scale: Tensor | None = None,
+    scale: Scale | None = None,
     **extra: Any,
 ) -> tuple[Tensors, Any]:
     """Take one step in place: by `apply` where there is one, else by `update` and an addition.
@@ -155,8 +177,8 @@ def apply_in_place(
         params: written in place.
         grads: read only.
         opt_state: written in place by `apply`; replaced by `update`.
-        scale: a 0-dim tensor that multiplies the gradients.
-        extra: what `transform.needs` names.
+        scale: multiplies the gradients.
+        extra: `norms`, as far as `transform.needs` any.
 
     Returns:
         `params` (the same dict) and the new state.

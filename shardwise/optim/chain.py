@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,14 +11,17 @@ from torch import Tensor
 from shardwise.optim.base import (
     GradientTransform,
     Part,
+    Scale,
     Shapes,
     Tensors,
     join,
     multiply,
     over_keys,
     parts_of,
+    scale_of,
     strongest,
 )
+from shardwise.optim.norms import Norm, words
 from shardwise.sharding.errors import OptimError
 
 
@@ -54,6 +57,7 @@ def chain(*transforms: GradientTransform) -> GradientTransform:
         couples=strongest(transform.couples for transform in transforms),
         needs=frozenset().union(*(transform.needs for transform in transforms)),
         factor=_factor(transforms),
+        factors=_factors(transforms),
         parts=_parts(transforms),
         over=_over(transforms),
     )
@@ -86,10 +90,11 @@ def _update(transforms: Sequence[GradientTransform]) -> Callable[..., tuple[Tens
     ) -> tuple[Tensors, tuple[Any, ...]]:
         states = []
         for transform, state in zip(transforms, opt_state, strict=True):
-            if transform.factor is None:
+            factor = transform.factor or transform.factors
+            if factor is None:
                 grads, new = transform.update(grads, state, params, **extra)
             else:
-                value, new = transform.factor(grads, state, **extra)
+                value, new = factor(grads, state, **extra)
                 grads, extra = multiply(grads, value), _rescaled(extra, value)
             states.append(new)
         return grads, tuple(states)
@@ -97,36 +102,77 @@ def _update(transforms: Sequence[GradientTransform]) -> Callable[..., tuple[Tens
     return update
 
 
+class _Folded(NamedTuple):
+    product: Scale | None  # of all factors; None: of no factor
+    states: tuple[Any, ...]
+    scale: Scale | None  # the product times the scale that was given
+    extra: dict[str, Any]
+
+
+def _fold(
+    transforms: Sequence[GradientTransform],
+    grads: Tensors,
+    opt_state: tuple[Any, ...],
+    scale: Scale | None,
+    extra: dict[str, Any],
+) -> _Folded:
+    """Each factor sees the gradients as the earlier ones left them."""
+    states = []
+    product: Scale | None = None
+    for transform, state in zip(transforms, opt_state, strict=True):
+        factor = transform.factor or transform.factors
+        assert factor is not None
+        value, new = factor(grads, state, scale=scale, **extra)
+        product, scale = _times(product, value, grads), _times(scale, value, grads)
+        extra = _rescaled(extra, value)
+        states.append(new)
+    return _Folded(product, tuple(states), scale, extra)
+
+
+def _only_multiply(transforms: Sequence[GradientTransform]) -> bool:
+    return all(one.factor is not None or one.factors is not None for one in transforms)
+
+
 def _factor(
     transforms: Sequence[GradientTransform],
 ) -> Callable[..., tuple[Tensor, tuple[Any, ...]]] | None:
-    """The product of all factors; each one sees the gradients as the earlier ones left them."""
-    factors = [transform.factor for transform in transforms if transform.factor is not None]
-    if len(factors) < len(transforms):
+    """The product of all factors, if each is one factor for all gradients."""
+    if any(transform.factor is None for transform in transforms):
         return None
 
     def factor(
-        grads: Tensors, opt_state: tuple[Any, ...], *, scale: Tensor | None = None, **extra: Any
+        grads: Tensors, opt_state: tuple[Any, ...], *, scale: Scale | None = None, **extra: Any
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        states = []
-        product = torch.ones((), dtype=torch.float64)
-        for one, state in zip(factors, opt_state, strict=True):
-            value, new = one(grads, state, scale=scale, **extra)
-            product, scale = product * value, _times(scale, value)
-            extra = _rescaled(extra, value)
-            states.append(new)
-        return product, tuple(states)
+        folded = _fold(transforms, grads, opt_state, scale, extra)
+        one = torch.ones((), dtype=torch.float64)
+        return folded.product if isinstance(folded.product, Tensor) else one, folded.states
 
     return factor
+
+
+def _factors(
+    transforms: Sequence[GradientTransform],
+) -> Callable[..., tuple[Mapping[str, Tensor], tuple[Any, ...]]] | None:
+    """The products of the factors of each key, if there are such."""
+    if not _only_multiply(transforms) or all(one.factors is None for one in transforms):
+        return None
+
+    def factors(
+        grads: Tensors, opt_state: tuple[Any, ...], *, scale: Scale | None = None, **extra: Any
+    ) -> tuple[Mapping[str, Tensor], tuple[Any, ...]]:
+        folded = _fold(transforms, grads, opt_state, scale, extra)
+        assert isinstance(folded.product, Mapping)
+        return folded.product, folded.states
+
+    return factors
 
 
 def _apply(
     transforms: Sequence[GradientTransform],
 ) -> Callable[..., tuple[Tensors, tuple[Any, ...]]] | None:
     """The last transform's in-place form, with the product of the others' factors as scale."""
-    head = _factor(transforms[:-1])
     last = transforms[-1].apply if transforms else None
-    if head is None or last is None:
+    if last is None or not _only_multiply(transforms[:-1]):
         return None
 
     def apply(
@@ -134,34 +180,47 @@ def _apply(
         grads: Tensors,
         opt_state: tuple[Any, ...],
         *,
-        scale: Tensor | None = None,
+        scale: Scale | None = None,
         **extra: Any,
     ) -> tuple[Tensors, tuple[Any, ...]]:
-        states: tuple[Any, ...] = ()
-        if len(transforms) > 1:
-            value, states = head(grads, opt_state[:-1], scale=scale, **extra)
-            scale, extra = _times(scale, value), _rescaled(extra, value)
+        _, states, scale, extra = _fold(transforms[:-1], grads, opt_state[:-1], scale, extra)
         params, new = last(params, grads, opt_state[-1], scale=scale, **extra)
         return params, (*states, new)
 
     return apply
 
 
-def _times(scale: Tensor | None, value: Tensor) -> Tensor:
-    return value if scale is None else scale * value
+def _times(scale: Scale | None, value: Scale, keys: Iterable[str]) -> Scale:
+    """Both after one another; a key without a factor in either has none."""
+    if scale is None:
+        return value
+    if isinstance(scale, Tensor) and isinstance(value, Tensor):
+        return scale * value
+    found: dict[str, Tensor] = {}
+    for key in keys:
+        one, other = scale_of(scale, key), scale_of(value, key)
+        product = other if one is None else one if other is None else one * other
+        if product is not None:
+            found[key] = product
+    return found
 
 
-def _rescaled(extra: dict[str, Any], value: Tensor) -> dict[str, Any]:
-    """The norm follows the gradients that it describes."""
-    norm = extra.get("norm")
-    return extra if norm is None else {**extra, "norm": norm * value.abs()}
+def _rescaled(extra: dict[str, Any], value: Scale) -> dict[str, Any]:
+    """Norms follow the gradients that they describe; factors by key leave nothing to follow."""
+    norms: Mapping[Norm, Tensor] | None = extra.get("norms")
+    if not norms:
+        return extra
+    if isinstance(value, Mapping):
+        return {name: given for name, given in extra.items() if name != "norms"}
+    size = value.abs()
+    return {**extra, "norms": {norm: given * size for norm, given in norms.items()}}
 
 
 def _check_order(transforms: Sequence[GradientTransform]) -> None:
     other: int | None = None
     for position, transform in enumerate(transforms):
         if transform.needs and other is not None:
-            needs = ", ".join(sorted(transform.needs))
+            needs = words(transform.needs)
             raise OptimError(
                 f"chain(...) has transform {position} after transform {other}, "
                 f"but it needs the {needs} of the gradients.",

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.optim.base import GradientTransform, Shapes, Tensors, apply_in_place, over_keys
+from shardwise.optim.base import (
+    GradientTransform,
+    Scale,
+    Shapes,
+    Tensors,
+    apply_in_place,
+    over_keys,
+)
 from shardwise.optim.checks import check_fraction
 from shardwise.optim.schedules import first_count
 from shardwise.sharding.errors import strict_keywords
@@ -107,7 +114,7 @@ def _apply(
     grads: Tensors,
     opt_state: EMAState,
     *,
-    scale: Tensor | None = None,
+    scale: Scale | None = None,
     **extra: Any,
 ) -> tuple[Tensors, EMAState]:
     params, inner = apply_in_place(optimizer, params, grads, opt_state.inner, scale=scale, **extra)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from shardwise.optim.base import Couples, GradientTransform, Tensors
+from shardwise.optim.base import Couples, GradientTransform, Scale, Tensors, scale_of
 from shardwise.optim.flat import scaled
 from shardwise.optim.schedules import Schedule
 from shardwise.sharding.errors import OptimError
@@ -189,13 +189,14 @@ def _apply(
     grads: Tensors,
     opt_state: FromTorchState,
     *,
-    scale: Tensor | None = None,
+    scale: Scale | None = None,
     **_extra: Any,
 ) -> tuple[Tensors, FromTorchState]:
     leaves: Tensors = {}
     for key, grad in grads.items():
         leaf = params[key].detach().requires_grad_()
-        leaf.grad = scaled(grad, leaf.detach(), scale).clone()  # torch may write into it
+        mine = scaled(grad, leaf.detach(), scale_of(scale, key))
+        leaf.grad = mine.clone()  # torch may write into it
         leaves[key] = leaf
     if leaves:
         optimizer = source.kind(list(leaves.values()), **_options(source, opt_state.count))

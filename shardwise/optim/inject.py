@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.optim.base import GradientTransform, Shapes, Tensors, apply_in_place, over_keys
+from shardwise.optim.base import (
+    GradientTransform,
+    Scale,
+    Shapes,
+    Tensors,
+    apply_in_place,
+    over_keys,
+)
 from shardwise.sharding.errors import OptimError, nearest
 from shardwise.sharding.lifted import Lifted
 from shardwise.sharding.pytree import tree_leaves, tree_map
@@ -131,6 +138,8 @@ def _make(made: _Made) -> GradientTransform:
         needs=example.needs,
         parts=example.parts,
         over=None if example.over is None else lambda *over: _make(made._replace(over=over)),
+        factor=None if example.factor is None else partial(_factor, made),
+        factors=None if example.factors is None else partial(_factors, made),
     )
 
 
@@ -140,6 +149,24 @@ def _init(made: _Made, params: Tensors) -> InjectState:
         for name, value in made.first.items()
     }
     return InjectState(values, made.build(made.first).init(params))
+
+
+def _factor(
+    made: _Made, grads: Tensors, opt_state: InjectState, **extra: Any
+) -> tuple[Tensor, InjectState]:
+    transform = made.build(opt_state.hyperparameters)
+    assert transform.factor is not None
+    value, inner = transform.factor(grads, opt_state.inner, **extra)
+    return value, opt_state._replace(inner=inner)
+
+
+def _factors(
+    made: _Made, grads: Tensors, opt_state: InjectState, **extra: Any
+) -> tuple[Mapping[str, Tensor], InjectState]:
+    transform = made.build(opt_state.hyperparameters)
+    assert transform.factors is not None
+    values, inner = transform.factors(grads, opt_state.inner, **extra)
+    return values, opt_state._replace(inner=inner)
 
 
 def _update(
@@ -156,7 +183,7 @@ def _apply(
     grads: Tensors,
     opt_state: InjectState,
     *,
-    scale: Tensor | None = None,
+    scale: Scale | None = None,
     **extra: Any,
 ) -> tuple[Tensors, InjectState]:
     transform = made.build(opt_state.hyperparameters)

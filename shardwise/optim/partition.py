@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-from torch import Tensor
-
 from shardwise.optim.base import (
     GradientTransform,
     Part,
+    Scale,
     Shapes,
     Tensors,
     apply_in_place,
@@ -25,6 +24,7 @@ from shardwise.optim.base import (
     strongest,
 )
 from shardwise.optim.chain import chain
+from shardwise.optim.norms import words
 from shardwise.sharding.errors import OptimError, nearest
 from shardwise.sharding.tree import Where, nothing_left, select
 
@@ -140,7 +140,7 @@ def _apply(
     grads: Tensors,
     opt_state: PartitionState,
     *,
-    scale: Tensor | None = None,
+    scale: Scale | None = None,
     **extra: Any,
 ) -> tuple[Tensors, PartitionState]:
     each_params, each_grads = _divided(split, params), _divided(split, grads, like=params)
@@ -235,12 +235,13 @@ def _check(
             )
     for name, transform in transforms.items():
         if transform.needs:
-            needs = ", ".join(sorted(transform.needs))
+            needs = words(transform.needs)
             raise OptimError(
                 f"partition's part {name!r} needs the {needs} of the gradients.",
                 where=f"argument transforms[{name!r}] of partition()",
                 facts=f"needs: {needs}",
                 why=f"The {needs} is taken once, over the gradients of all parts.",
-                fix="chain(clip_by_global_norm(1.0), partition(...))",
+                fix="chain(clip_by_global_norm(1.0), partition(...)); or, for some parameters "
+                'only, chain(clip_by_group_norm({"layers.*": 1.0}), partition(...))',
                 label=name,
             )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from shardwise.optim.base import Couples, GradientTransform, Tensors
+from shardwise.optim.base import Couples, GradientTransform, Scale, Tensors, scale_of
 from shardwise.optim.flat import scaled
 from shardwise.optim.schedules import Schedule, first_count
 
@@ -134,7 +134,7 @@ def _apply(
     grads: Tensors,
     opt_state: Any,
     *,
-    scale: Tensor | None = None,
+    scale: Scale | None = None,
     **_extra: Any,
 ) -> tuple[Tensors, Any]:
     rate = opt_state.learning_rate.copy_(rule.schedule(opt_state.count))
@@ -143,7 +143,7 @@ def _apply(
     for key, grad in grads.items():
         param = params[key]
         slots = {f: d[key] for f, d in zip(fields, dicts, strict=True) if key in d}
-        change, new = rule.step(at, param, scaled(grad, param, scale), slots)
+        change, new = rule.step(at, param, scaled(grad, param, scale_of(scale, key)), slots)
         param.add_(change.to(param.dtype))
         for field, value in new.items():
             slots[field].copy_(value)

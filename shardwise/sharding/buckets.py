@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from shardwise.sharding.derived import Accumulation
 from shardwise.sharding.errors import PlanError
 from shardwise.sharding.layout import Layout, Regroup, make_layout
 from shardwise.sharding.mesh import Mesh
@@ -54,6 +55,7 @@ class Group:
         couples: what the optimizer must see whole: `element`, `tensor` or `tree`.
         start: where the slice begins.
         layout: of the slice.
+        work: the dtype that the optimizer computes in: that of the layout, if it is not narrower.
         gather: from the slices of all ranks to whole tensors; None where this rank has them.
     """
 
@@ -62,12 +64,17 @@ class Group:
     couples: Couples
     start: int
     layout: Layout
+    work: torch.dtype
     gather: Regroup | None
 
     @property
     def whole(self) -> Layout:
         """The layout of the whole tensors."""
         return self.gather.coarse if self.gather else self.layout
+
+    def working(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which the optimizer sees what rests in `dtype`."""
+        return self.work if dtype == self.layout.dtype else dtype
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -92,7 +99,11 @@ class Part(NamedTuple):
 class Bucket:
     """Parameters of one unit that lie and move together; see [Note: three homes, one bucket].
 
-    `landing` is where reduced gradients arrive; `sum_axes` are batch axes that do not cut it.
+    `landing` is where reduced gradients rest after a step, `sums` where its passes add them up, and
+    `reduced` what the wire carries, all in one layout in three dtypes; `sum_axes` are batch axes
+    that do not cut it; `keeps_whole` tells that the passes of a step add up whole gradients, which
+    are cut once. `rounds` tells that parameters are rounded stochastically, and `work` is the dtype
+    that the optimizer computes in.
     """
 
     name: str
@@ -103,11 +114,16 @@ class Bucket:
     wire: Layout
     compute: Layout
     landing: Layout | None
+    sums: Layout | None
+    reduced: Layout | None
     opt: Layout | None
+    work: torch.dtype
+    rounds: bool
     has_master: bool
     gather: Regroup | None
     reduce: Regroup | None
     sum_axes: tuple[str, ...]
+    keeps_whole: bool = False
     groups: tuple[Group, ...] = ()
 
     @property
@@ -176,7 +192,10 @@ def _alike(plan: Plan, info: ParamInfo) -> tuple[object, ...]:
         inner[0] == outer[0] for n, outer in enumerate(cuts) for inner in cuts[n + 1 :] if outer[1]
     ]
     dtypes = [spec.dtype if spec is not None else "" for spec in [*homes, plan.compute[info.path]]]
-    return (tuple(axes for _, axes in cuts), tuple(nested), tuple(dtypes))
+    precision, path = plan.precision, info.path
+    dtypes += [precision.gather[path], precision.reduce[path] if path in plan.grads else ""]
+    rounds = path in precision.stochastic
+    return (tuple(axes for _, axes in cuts), tuple(nested), tuple(dtypes), rounds)
 
 
 def _cut(spec: Spec, mesh: Mesh) -> tuple[int, tuple[str, ...]]:
@@ -218,14 +237,20 @@ def _make_bucket(
 
     params = layout("params")
     compute = layout("compute")
-    wire = params.cast(compute.dtype)
-    landing = opt = None
-    has_master = False
+    wire = params.cast(torch_dtype(plan.precision.gather[path]))
+    landing = sums = reduced = opt = None
+    has_master = keeps_whole = False
+    rounds = path in plan.precision.stochastic
+    work = params.dtype
     if trainable:
         grads, opt = layout("grads"), layout("opt")
         landing = opt.cast(grads.dtype) if opt.refines(grads) else grads
-        has_master = opt.dtype != params.dtype or not opt.refines(params)
-    return Bucket(
+        reduced = landing.cast(torch_dtype(plan.precision.reduce[path]))
+        sums = landing.cast(torch.promote_types(reduced.dtype, landing.dtype))
+        work = torch.promote_types(opt.dtype, torch.float32) if rounds else opt.dtype
+        has_master = not rounds and (opt.dtype != params.dtype or not opt.refines(params))
+        keeps_whole = bool(landing.axes) and _keeps_whole(plan.accumulation, grads)
+    bucket = Bucket(
         name=name,
         unit=unit.name,
         paths=tuple(m.path for m in members),
@@ -234,19 +259,34 @@ def _make_bucket(
         wire=wire,
         compute=compute,
         landing=landing,
+        sums=sums,
+        reduced=reduced,
         opt=opt,
+        work=work,
+        rounds=rounds,
         has_master=has_master,
         gather=Regroup(compute, wire, mesh) if wire.axes else None,
-        reduce=Regroup(compute.cast(landing.dtype), landing, mesh)
-        if landing is not None and landing.axes
+        reduce=Regroup(compute.cast(reduced.dtype), reduced, mesh)
+        if reduced is not None and reduced.axes
         else None,
         sum_axes=tuple(a for a in plan.batch if landing and a not in landing.axes and mesh[a] > 1),
-        groups=_groups(name, unit.name, opt, parts, mesh) if opt else (),
+        keeps_whole=keeps_whole,
     )
+    return replace(bucket, groups=_groups(bucket, opt, parts, mesh)) if opt else bucket
+
+
+def _keeps_whole(accumulation: Accumulation, grads: Layout) -> bool:
+    """Whether a step of several passes cuts these gradients only in its last one.
+
+    By default where their home is whole, so that whole gradients are what the plan has room for.
+    """
+    if accumulation.steps == 1 or accumulation.reduce == "each":
+        return False
+    return accumulation.reduce == "once" or not grads.axes
 
 
 def _groups(
-    bucket: str, unit: str, opt: Layout, parts: Mapping[str, Part], mesh: Mesh
+    bucket: Bucket, opt: Layout, parts: Mapping[str, Part], mesh: Mesh
 ) -> tuple[Group, ...]:
     by_part = itertools.groupby(opt.entries, key=lambda entry: parts.get(entry.path, Part()))
     runs = [(part, list(entries)) for part, entries in by_part]
@@ -259,6 +299,6 @@ def _groups(
         if part.couples != "element" and opt.axes:
             whole = make_layout([(e.path, e.shape, e.dim) for e in moved], (), mesh, opt.dtype)
             gather = Regroup(whole, layout, mesh)
-        key = f"{bucket}:{part.label}" if part.label else bucket
-        groups.append(Group(key, unit, part.couples, start, layout, gather))
+        key = f"{bucket.name}:{part.label}" if part.label else bucket.name
+        groups.append(Group(key, bucket.unit, part.couples, start, layout, bucket.work, gather))
     return tuple(groups)

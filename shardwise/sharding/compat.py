@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import datetime
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.sharding.mesh import Mesh
 
 try:
     from torch._subclasses import FakeTensor, FakeTensorMode
+    from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,
+        _get_current_dispatch_mode_stack,
+    )
 except ImportError as error:
     raise ImportError(
         f"shardwise needs private parts of torch 2.11 to 2.13; torch {torch.__version__} moved "
@@ -22,19 +31,98 @@ __all__ = [
     "DTensorSpec",
     "FakeTensor",
     "FakeTensorMode",
+    "StorageWeakRef",
     "StridedShard",
     "TensorMeta",
     "TorchDispatchMode",
+    "add_all",
+    "check_and_multiply_all",
     "copy_all",
+    "detached",
     "device_mesh_without_backend",
+    "dispatch_modes",
+    "fused_adamw",
+    "norms_of_all",
     "plain_tensors",
+    "set_group_timeout",
+    "set_thread_value",
+    "storage_key",
+    "thread_value",
+    "timeout_of",
 ]
 
 plain_tensors = torch._C.DisableTorchFunctionSubclass
 """Context in which subclasses are computed with as the plain tensors they are."""
 
+add_all = torch._foreach_add_
+"""Add a list of tensors to a list of tensors of the same shapes, in one call."""
+
 copy_all = torch._foreach_copy_
 """Copy a list of tensors into a list of tensors of the same shapes, in one call."""
+
+norms_of_all = torch._foreach_norm
+"""The norms of a list of tensors, in one call; on CUDA one kernel, which casts in registers."""
+
+check_and_multiply_all = torch._amp_foreach_non_finite_check_and_unscale_
+"""`(tensors, found, factor)`: multiply in place, and set `found` to 1 if an element was not finite;
+one call, and on CUDA one kernel, for tensors of one dtype."""
+
+
+fused_adamw = torch._fused_adamw_
+"""The kernel of `torch.optim.AdamW(fused=True)`, for lists of tensors of one dtype: without the
+Python around it, which takes longer than the call for a list of small tensors."""
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes of this thread, innermost last; costs nothing where there are none.
+
+    >>> dispatch_modes()
+    []
+    """
+    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias made inside of a dispatch mode that shares the version counter, as views outside do.
+
+    Autograd may make it the result of an operation: it has no history of its own.
+    """
+    key = torch._C.DispatchKey.ADInplaceOrView
+    with torch._C._SetExcludeDispatchKeyGuard(key, False):
+        return tensor.detach()
+
+
+def set_thread_value(name: str, value: object) -> None:
+    """Hold a value for this thread, and for the threads of a backward pass that it starts.
+
+    A `ContextVar` is not seen by the threads in which autograd runs the backward of a device.
+    """
+    torch._C._stash_obj_in_tls(name, value)
+
+
+def thread_value(name: str) -> Any:
+    """What `set_thread_value` holds here; None if nothing.
+
+    >>> thread_value("nothing") is None
+    True
+    """
+    return torch._C._get_obj_in_tls(name) if torch._C._is_key_in_tls(name) else None
+
+
+def timeout_of(group: dist.ProcessGroup, device_type: str) -> datetime.timedelta | None:
+    """How long a collective of a group may wait; None where the backend does not say."""
+    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What tensors that share a storage have in common, also when it is emptied and refilled.
+
+    >>> whole = torch.zeros(4)
+    >>> [storage_key(one) == storage_key(whole) for one in (whole[2:], whole.clone())]
+    [True, False]
+    """
+    return tensor.untyped_storage()._cdata
 
 
 def device_mesh_without_backend(mesh: Mesh, rank: int, device_type: str) -> DeviceMesh:

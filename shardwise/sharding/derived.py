@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from shardwise.sharding.boundaries import Cast
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.rules import Rules
 from shardwise.sharding.spec import Spec
@@ -13,21 +14,75 @@ from shardwise.sharding.units import ParamInfo, Unit
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of the program; None: the parameter's own."""
+    """Dtypes beside those of the four layouts; see [Note: dtypes of a parameter] and [Note: casts].
 
-    params: str | None = None
-    compute: str | None = None
-    reduce: str | None = None
+    Args:
+        gather: by parameter, what its gathers carry.
+        reduce: by parameter, what its gradients are summed over ranks in.
+        stochastic: parameters that are rounded stochastically, and have no master copy.
+        casts: by module, what floating inputs and outputs are cast to; outer modules first.
+        buffers: by buffer, the dtype it rests in, where that is not its own.
+    """
+
+    gather: FrozenMap[str, str] = field(default_factory=FrozenMap)
+    reduce: FrozenMap[str, str] = field(default_factory=FrozenMap)
+    stochastic: frozenset[str] = frozenset()
+    casts: FrozenMap[str, Cast] = field(default_factory=FrozenMap)
+    buffers: FrozenMap[str, str] = field(default_factory=FrozenMap)
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """How the loss is scaled; `dynamic` False: always by `initial`."""
+
+    initial: float = 2.0**16
+    dynamic: bool = True
+    window: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+    consecutive_hysteresis: bool = False
+    maximum: float = 2.0**32
+
+    def __str__(self) -> str:
+        return f"{'dynamic from' if self.dynamic else 'fixed at'} {self.initial:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Remat:
+    """What is kept of a module that is recomputed in backward; `names` belong to `save`."""
+
+    policy: str
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"save {', '.join(self.names)}" if self.names else self.policy
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulation:
+    """How many passes a step takes, and what it keeps between them; see `accumulate`."""
+
+    steps: int = 1
+    reduce: str = "auto"
+    gather: str = "micro"
+
+    def __str__(self) -> str:
+        return f"accumulate {self.steps} (reduce {self.reduce}, gather {self.gather})"
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What a plan starts from, before any edit."""
+    """What a plan starts from, before any edit.
+
+    `modules` are the paths of those with a forward, `buffers` those of floating buffers.
+    """
 
     mesh: Mesh
     infos: tuple[ParamInfo, ...]
     units: tuple[Unit, ...]
     rules: Rules | None = None
+    modules: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,4 +99,7 @@ class Derived:
     batch: tuple[str, ...]
     keep: frozenset[str]
     prefetch: int
+    accumulation: Accumulation
     precision: Precision
+    loss_scale: LossScale | None
+    remat: FrozenMap[str, Remat]

@@ -11,10 +11,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.sharding.derived import Derived
-from shardwise.sharding.edits import Edit, KeepEdit, PrefetchEdit, TreeAtEdit
+from shardwise.sharding.derived import Accumulation, Derived
+from shardwise.sharding.edits import (
+    AccumulateEdit,
+    Edit,
+    KeepEdit,
+    LossScaleEdit,
+    PrefetchEdit,
+    RematEdit,
+    TreeAtEdit,
+)
 from shardwise.sharding.homes import HOMES
 from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.modules import ROOT
+from shardwise.sharding.precision import PrecisionEdit
 from shardwise.sharding.repeats import collapse, render_group
 from shardwise.sharding.spec import Spec, local_shape
 from shardwise.sharding.tree import selects
@@ -47,12 +57,12 @@ def rest_bytes_per_rank(derived: Derived, info: ParamInfo) -> int:
     """Bytes of a parameter, and of its master copy if it has one, on every rank between steps.
 
     Where `opt` only cuts `params` further, in the same dtype, the master is a part of the
-    parameter and takes no room of its own.
+    parameter and takes no room of its own; nor is there one with stochastic rounding.
     """
     params = derived.params[info.path]
     opt = derived.opt.get(info.path, params)
     total = _local_bytes(derived, info, params)
-    if _refines(opt, params, derived.mesh):
+    if _refines(opt, params, derived.mesh) or info.path in derived.precision.stochastic:
         return total
     return total + _local_bytes(derived, info, opt)
 
@@ -91,7 +101,32 @@ def explain(derived: Derived, info: ParamInfo, edits: Iterable[tuple[Edit, str]]
         for layout in _LAYOUTS
         if info.path in getattr(derived, layout)
     ]
+    specs += [f"  {'wire:':9}{line}" for line in _wire_lines(derived, info.path)]
     return "\n".join([head, *(touching or ["  no edit touches it"]), *specs])
+
+
+def _wire_lines(derived: Derived, path: str) -> Iterator[str]:
+    """What a parameter's movements carry, and how it is rounded, where its specs do not tell."""
+    precision = derived.precision
+    if precision.gather[path] != derived.compute[path].dtype:
+        yield f"gathers in {precision.gather[path]}"
+    if path in derived.grads and precision.reduce[path] != derived.grads[path].dtype:
+        yield f"gradients summed in {precision.reduce[path]}"
+    if path in precision.stochastic:
+        yield "rounded stochastically, no master copy"
+
+
+def _precision_lines(derived: Derived) -> Iterator[str]:
+    """Everything about dtypes that the table does not show: wires, casts, buffers."""
+    wires: dict[str, str] = {}
+    for info in derived.infos:
+        text = ", ".join(_wire_lines(derived, info.path))
+        if text:
+            wires[info.path] = text
+    casts = {path or "(root)": str(cast) for path, cast in derived.precision.casts.items()}
+    buffers = {path: f"rests in {name}" for path, name in derived.precision.buffers.items()}
+    for head, lines in (("", wires), ("cast ", casts), ("buffer ", buffers)):
+        yield from _grouped(lines, head)
 
 
 def _row(derived: Derived, info: ParamInfo) -> tuple[str, ...]:
@@ -126,6 +161,9 @@ def _footer(derived: Derived, rest_bytes: Mapping[str, int]) -> Iterator[str]:
         f"batch over {', '.join(derived.batch) or 'no axis'}",
         f"prefetch {derived.prefetch}",
         *([f"kept gathered: {kept}"] if kept else []),
+        *([f"remat: {_remat_text(derived)}"] if derived.remat else []),
+        *([str(derived.accumulation)] if derived.accumulation != Accumulation() else []),
+        *([f"loss scale {derived.loss_scale}"] if derived.loss_scale else []),
     ]
     yield ""
     yield (
@@ -133,8 +171,17 @@ def _footer(derived: Derived, rest_bytes: Mapping[str, int]) -> Iterator[str]:
         f"{f', {len(frozen)} frozen' if frozen else ''}   {units} units"
     )
     yield "   ".join(settings)
+    yield from _precision_lines(derived)
     total = format_bytes(sum(rest_bytes.values()))
     yield f"at rest per rank: {total} (optimizer moments: see lower)"
+
+
+def _remat_text(derived: Derived) -> str:
+    """Recomputed modules with their policies, those of repeated blocks once."""
+    chosen = derived.remat
+    groups = collapse([path for path in chosen if path != ROOT], lambda path: str(chosen[path]))
+    shown = [f"{render_group(group)} ({chosen[group[0]]})" for group in groups]
+    return ", ".join([*([f"(root) ({chosen[ROOT]})"] if ROOT in chosen else []), *shown])
 
 
 def _refines(fine: Spec, coarse: Spec, mesh: Mesh) -> bool:
@@ -156,21 +203,33 @@ def _local_bytes(derived: Derived, info: ParamInfo, spec: Spec) -> int:
 
 
 def _touches(derived: Derived, info: ParamInfo, edit: Edit) -> bool:
-    if isinstance(edit, PrefetchEdit):
+    if isinstance(edit, AccumulateEdit | PrefetchEdit | LossScaleEdit):
         return False
     if isinstance(edit, TreeAtEdit):
         return edit.path in info.names
     names = info.names
+    if isinstance(edit, PrecisionEdit) and not edit.settings:
+        return False  # it is about modules or buffers
+    if isinstance(edit, RematEdit):
+        patterns = [pattern for pattern in edit.modules if pattern != ROOT]
+        if patterns and not selects(patterns, names):
+            return False
     if isinstance(edit, KeepEdit):
         names = tuple(unit.name for unit in derived.units if info.path in unit.params)
     return all(selects(clause, names) for clause in edit.where)
 
 
 def _difference(old: Derived, new: Derived) -> Iterator[str]:
-    for setting in ("mesh", "batch", "prefetch", "precision"):
+    for setting in ("mesh", "batch", "prefetch", "accumulation", "loss_scale"):
         before, after = getattr(old, setting), getattr(new, setting)
         if before != after:
             yield f"{setting}: {before!r} -> {after!r}"
+    if old.precision != new.precision:
+        before, after = (set(_precision_lines(each)) for each in (old, new))
+        yield from (f"no longer {line}" for line in sorted(before - after))
+        yield from (f"now {line}" for line in sorted(after - before))
+    if old.remat != new.remat:
+        yield f"remat: {_remat_text(old) or 'none'} -> {_remat_text(new) or 'none'}"
     if old.keep != new.keep:
         yield f"keep: {sorted(old.keep)} -> {sorted(new.keep)}"
     yield from _info_difference(old, new)

@@ -125,6 +125,18 @@ class StateError(ShardwiseError, ValueError):
     """A state that does not have the structure, shapes or dtypes of the program."""
 
 
+class RandomError(ShardwiseError, ValueError):
+    """Random bits that cannot be drawn as asked, or a place that has no step to key them by."""
+
+
+class RematError(ShardwiseError):
+    """A recomputation that would not give what the forward pass gave."""
+
+
+class LossScaleError(ShardwiseError):
+    """Gradients that overflow at the smallest loss scale; raised on every rank."""
+
+
 class RankError(ShardwiseError):
     """A rank failed; raised on every rank, with that rank's own words."""
 

@@ -1,14 +1,15 @@
-"""Gradients as a value: landed, normalised flat buckets with their used flags."""
+"""Gradients as a value: landed, normalised flat buckets, and what is known of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.leaves import Flats, Home, Leaves, fill_layout, landing_layouts
 from shardwise.sharding.pytree import NAMESPACE, register
 
@@ -21,18 +22,32 @@ class Grads:
     `opt` home when that is a part of it. A parameter that no rank used has a zero gradient and is
     not in `used`: an update leaves it and its optimizer state alone.
 
+    Gradients that `optree.tree_map` has built, from one set or from several, carry buffers and
+    count of the first. What their values mean is found out again by the update: it checks that they
+    are finite, and a parameter whose gradient is not zero on some rank counts as used.
+
     Args:
         home: what turns buckets into leaves.
         flats: landed gradients by bucket name.
         used: paths of the parameters that some rank used.
         buffers: the module's buffers after the forward pass.
+        fault: what was not finite, in words that are the same on all ranks; "" if everything was;
+            None until an update has checked.
+        count: number of elements of the global batch.
     """
 
     home: Home
     flats: Flats
     used: frozenset[str]
     buffers: dict[str, Tensor]
+    fault: str | None
+    count: float
     loose: Mapping[str, Any] | None = None
+
+    @property
+    def finite(self) -> bool | None:
+        """Whether loss and gradients are finite on every rank; None until an update has checked."""
+        return None if self.fault is None else not self.fault
 
     @property
     def leaves(self) -> Mapping[str, Any]:
@@ -45,11 +60,6 @@ class Grads:
         """The gradient of one parameter."""
         return self.leaves[path]
 
-    def finite(self) -> Tensor:
-        """Whether this rank's gradients are all finite, a 0-dim bool tensor."""
-        checks = [torch.isfinite(flat).all() for flat in self.flats.values()]
-        return torch.stack(checks).all() if checks else torch.tensor(True)
-
     def adopted(self) -> Grads:
         """The same gradients in flat buckets, if they were built leaf by leaf."""
         if self.loose is None:
@@ -61,16 +71,48 @@ class Grads:
                 layout = bucket.landing
                 flats[bucket.name] = torch.zeros(layout.length, dtype=layout.dtype, device=device)
                 fill_layout(flats[bucket.name], layout, self.loose, self.home)
-        return Grads(self.home, flats, self.used, self.buffers)
+        return replace(self, flats=flats, loose=None)
 
 
-def _flatten(grads: Grads) -> tuple[tuple[Any, ...], tuple[Any, ...], None]:
-    return (dict(grads.leaves),), (grads.home, grads.used, grads.buffers), None
+def rest_gradients(buckets: Iterable[Bucket], landed: Flats, factor: float | Tensor) -> None:
+    """Normalise landed gradients where they are, and put them to rest in the dtype of their home.
+
+    Args:
+        buckets: all of them.
+        landed: by bucket, in the dtype that they were added up in; entries are replaced.
+        factor: what gradients are multiplied by, before they are rounded.
+    """
+    for bucket in buckets:
+        if bucket.landing is not None:
+            landed[bucket.name] = landed[bucket.name].mul_(factor).to(bucket.landing.dtype)
 
 
-def _unflatten(meta: tuple[Any, ...], children: tuple[Any, ...]) -> Grads:
-    home, used, buffers = meta
-    return Grads(home, {}, used, buffers, loose=children[0])
+class _Rest:
+    """What `tree_map` carries over beside the leaves; any two of one program go together."""
+
+    def __init__(self, grads: Grads) -> None:
+        self.grads = replace(grads, flats={}, fault=None, loose=None)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Rest):
+            return NotImplemented
+        ours, theirs = self.grads.home, other.grads.home
+        return ours is theirs or ours.form == theirs.form
+
+    def __hash__(self) -> int:
+        return hash(self.grads.home.rank)
+
+    def __repr__(self) -> str:
+        home = self.grads.home
+        return f"gradients of {len(home.buckets)} buckets on rank {home.rank} of {home.mesh!r}"
+
+
+def _flatten(grads: Grads) -> tuple[tuple[Any, ...], _Rest, None]:
+    return (dict(grads.leaves),), _Rest(grads), None
+
+
+def _unflatten(rest: _Rest, children: tuple[Any, ...]) -> Grads:
+    return replace(rest.grads, loose=children[0])
 
 
 register(Grads, _flatten, _unflatten, namespace=NAMESPACE)

@@ -37,7 +37,7 @@ class Job:
     owns_group: bool
 
 
-def join_job(device_type: str = "cpu") -> Job:
+def join_job(device_type: str = "cpu", *, timeout: float | None = None) -> Job:
     """Join the job this process was started for; costs one rendezvous, or nothing when alone.
 
     An initialised default group is used and left alone. Else the group is made from the launcher's
@@ -45,9 +45,12 @@ def join_job(device_type: str = "cpu") -> Job:
 
     Args:
         device_type: `"cpu"` (gloo) or `"cuda"` (nccl, one device per local rank).
+        timeout: seconds that a collective of the group made here may wait for the other ranks;
+            default SHARDWISE_TIMEOUT_SECONDS, else 600. An initialised group keeps its own.
 
     Raises:
-        LaunchError: an environment with parts missing or malformed, or a failed rendezvous.
+        LaunchError: an environment with parts missing or malformed, a timeout that is no time, or
+            a failed rendezvous.
 
     >>> join_job()
     Job(rank=0, world=1, owns_group=False)
@@ -58,6 +61,7 @@ def join_job(device_type: str = "cpu") -> Job:
             why="CPU tensors travel over gloo, CUDA tensors over nccl.",
             fix=f"use one of {', '.join(map(repr, _BACKENDS))}",
         )
+    waits = group_timeout(os.environ, timeout)
     if dist.is_initialized():
         return Job(dist.get_rank(), dist.get_world_size(), owns_group=False)
     rank, world = _place(os.environ)
@@ -65,7 +69,7 @@ def join_job(device_type: str = "cpu") -> Job:
         torch.cuda.set_device(_local_rank(os.environ, rank))
     if world == 1:
         return Job(0, 1, owns_group=False)
-    _make_group(_BACKENDS[device_type], rank, world)
+    _make_group(_BACKENDS[device_type], rank, world, waits)
     atexit.register(close_job)
     return Job(rank, world, owns_group=True)
 
@@ -81,22 +85,34 @@ def close_job() -> None:
         dist.destroy_process_group()
 
 
-def group_timeout(environ: Mapping[str, str]) -> datetime.timedelta:
+def group_timeout(environ: Mapping[str, str], seconds: float | None = None) -> datetime.timedelta:
     """How long a collective may wait before it fails.
+
+    Args:
+        environ: where SHARDWISE_TIMEOUT_SECONDS may be.
+        seconds: an argument of the caller, which wins.
+
+    Raises:
+        LaunchError: that is no time.
 
     >>> group_timeout({"SHARDWISE_TIMEOUT_SECONDS": "90"})
     datetime.timedelta(seconds=90)
+    >>> group_timeout({"SHARDWISE_TIMEOUT_SECONDS": "90"}, 5)
+    datetime.timedelta(seconds=5)
     """
     text = environ.get(_TIMEOUT_VARIABLE, "")
+    given = f"{_TIMEOUT_VARIABLE}={text!r}" if seconds is None else f"timeout={seconds!r}"
     try:
-        seconds = float(text) if text else _DEFAULT_TIMEOUT_SECONDS
+        if seconds is None:
+            seconds = float(text) if text else _DEFAULT_TIMEOUT_SECONDS
         if not 0 < seconds < float("inf"):
-            raise ValueError(text)
-    except ValueError:
+            raise ValueError(given)
+    except (ValueError, TypeError):
         raise LaunchError(
-            f"{_TIMEOUT_VARIABLE}={text!r} is not a time.",
+            f"{given} is not a time.",
             why="It is the number of seconds a collective may wait for the other ranks.",
-            fix=f"unset it for {_DEFAULT_TIMEOUT_SECONDS:.0f} seconds, or give a number above 0",
+            fix=f"leave it out for {_DEFAULT_TIMEOUT_SECONDS:.0f} seconds, or give a number "
+            "above 0",
         ) from None
     return datetime.timedelta(seconds=seconds)
 
@@ -145,8 +161,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         ) from None
 
 
-def _make_group(backend: str, rank: int, world: int) -> None:
-    timeout = group_timeout(os.environ)
+def _make_group(backend: str, rank: int, world: int, timeout: datetime.timedelta) -> None:
     try:
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
     except (RuntimeError, ValueError) as error:

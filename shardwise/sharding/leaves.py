@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.derived import LossScale
 from shardwise.sharding.errors import StateError, nearest, summarise
 from shardwise.sharding.layout import Entry, Layout
 from shardwise.sharding.mesh import Mesh
@@ -32,6 +33,8 @@ class Home:
         mesh: the mesh of the plan.
         rank: this rank.
         device_mesh: torch's view of the mesh, for DTensor leaves.
+        loss_scale: of the plan; what the numbers of a state's loss scale follow.
+        half: whether float16 computes or carries gradients, so that the loss has a divisor.
     """
 
     buckets: tuple[Bucket, ...]
@@ -40,6 +43,8 @@ class Home:
     mesh: Mesh
     rank: int
     device_mesh: DeviceMesh
+    loss_scale: LossScale | None = None
+    half: bool = False
 
     def leaf(self, flat: Tensor, layout: Layout, path: str, home: str) -> DTensor:
         """One parameter-shaped leaf as a DTensor over a view of its bucket."""

@@ -6,15 +6,16 @@ simulation, or nothing) and refuses any call whose kind, axis or bytes were not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from shardwise.sharding.errors import ImplicitCommError
+from shardwise.sharding.errors import ImplicitCommError, RankError
 from shardwise.sharding.layout import Layout, Regroup
+from shardwise.sharding.lost import is_lost, lost_peers
 from shardwise.sharding.mesh import Mesh
 
 
@@ -23,8 +24,8 @@ class Collective:
     """One collective over one mesh axis.
 
     Args:
-        kind: `all_gather`, `reduce_scatter` or `all_reduce`.
-        axis: the mesh axis it runs over.
+        kind: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
+        axis: the mesh axis it runs over; `*`: all ranks of the job.
         nbytes: payload bytes that leave one rank: `(n - 1) / n` of the full buffer, twice that
             for an all-reduce.
         unit: whose tensors move; `""` is the root.
@@ -71,6 +72,12 @@ class Transport(Protocol):
         """Sum over the axis in place."""
         ...
 
+    def all_to_all(
+        self, out: Tensor, mine: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Pending | None:
+        """Send each rank of the job its elements of flat `mine`, in rank order, into flat `out`."""
+        ...
+
     def broadcast(self, whole: Tensor) -> None:
         """Overwrite with the values of rank 0 of the job."""
         ...
@@ -80,26 +87,24 @@ class Transport(Protocol):
         ...
 
 
-class Alone:
-    """The transport of a world of one."""
+class _Watched:
+    """A collective in flight that says what is missing when it fails."""
 
-    def all_gather(self, out: Tensor, mine: Tensor, axis: str) -> None:
-        """Copy."""
-        out.copy_(mine)
+    __slots__ = ("_mover", "_pending", "_position")
 
-    def reduce_scatter(self, out: Tensor, whole: Tensor, axis: str) -> None:
-        """Copy."""
-        out.copy_(whole)
+    def __init__(self, pending: Pending, mover: Mover, position: int) -> None:
+        self._pending = pending
+        self._mover = mover
+        self._position = position
 
-    def all_reduce(self, whole: Tensor, axis: str) -> None:
-        """Nothing to add."""
-
-    def broadcast(self, whole: Tensor) -> None:
-        """Nothing to fetch."""
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """The one value."""
-        return [value]
+    def wait(self) -> None:
+        """Return when the result may be read."""
+        try:
+            self._pending.wait()
+        except RuntimeError as error:
+            if not is_lost(error):
+                raise
+            raise self._mover.lose(error, self._position) from error
 
 
 class Mover:
@@ -118,7 +123,9 @@ class Mover:
         self.transport = transport
         self.executed: list[Collective] = []
         self.busy = False
+        self.call = "a call"  # what the user has called, for errors
         self._expected: tuple[Collective, ...] = ()
+        self._lost: tuple[str, int | None] | None = None
 
     def begin(self, expected: Sequence[Collective]) -> None:
         """Start a call whose collectives are known."""
@@ -129,11 +136,25 @@ class Mover:
         """Add what is known only now."""
         self._expected = (*self._expected, *more)
 
+    @property
+    def can_join(self) -> bool:
+        """Whether what is left of a call can be run with nothing to give.
+
+        What each rank sends in an all-to-all between plans is known to the exchange only.
+        """
+        rest = self._expected[len(self.executed) :]
+        return self._lost is None and all(item.kind != "all_to_all" for item in rest)
+
     def finish_with_zeros(self, device: torch.device) -> None:
         """Run what is left of a call with nothing to give, after a failure on this rank.
 
         The other ranks are in the middle of the same list; they must not be left alone.
+
+        Raises:
+            RankError: peers were lost before, so nobody is there to be joined.
         """
+        if self._lost is not None:
+            raise self._lost_error(*self._lost)
         for item in self._expected[len(self.executed) :]:
             size = self.mesh[item.axis]
             count = item.buffer_bytes(size) // item.dtype.itemsize
@@ -164,35 +185,72 @@ class Mover:
     def all_gather(self, out: Tensor, mine: Tensor, item: Collective) -> Pending | None:
         """See `Transport.all_gather`; `item` is the prediction."""
         self._check("all_gather", (self.mesh[item.axis] - 1) * mine.nbytes, item)
-        self.busy = True
-        try:
-            pending = self.transport.all_gather(out, mine, item.axis)
-        finally:
-            self.busy = False
-        self.executed.append(item)
-        return pending
+        return self._run(item, self.transport.all_gather, out, mine, item.axis)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, item: Collective) -> Pending | None:
         """See `Transport.reduce_scatter`; `item` is the prediction."""
         self._check("reduce_scatter", (self.mesh[item.axis] - 1) * out.nbytes, item)
-        self.busy = True
-        try:
-            pending = self.transport.reduce_scatter(out, whole, item.axis)
-        finally:
-            self.busy = False
-        self.executed.append(item)
-        return pending
+        return self._run(item, self.transport.reduce_scatter, out, whole, item.axis)
 
     def all_reduce(self, whole: Tensor, item: Collective) -> Pending | None:
         """See `Transport.all_reduce`; `item` is the prediction."""
         self._check("all_reduce", all_reduce_bytes(whole.nbytes, self.mesh[item.axis]), item)
+        return self._run(item, self.transport.all_reduce, whole, item.axis)
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        mine: Tensor,
+        received: Sequence[int],
+        sent: Sequence[int],
+        item: Collective,
+    ) -> Pending | None:
+        """See `Transport.all_to_all`; `item` is the prediction."""
+        self._check("all_to_all", mine.nbytes, item)
+        return self._run(item, self.transport.all_to_all, out, mine, received, sent)
+
+    def lose(self, error: RuntimeError, position: int | None = None) -> RankError:
+        """The error for peers that did not join; from now on this rank joins nothing more.
+
+        Args:
+            error: what the backend raised.
+            position: of the collective; None: an exchange of objects.
+        """
+        self._lost = self._lost or (str(error), position)
+        return self._lost_error(*self._lost)
+
+    def _lost_error(self, text: str, position: int | None) -> RankError:
+        peers: Sequence[int] = range(self.mesh.size)
+        place, expected = "an exchange of objects", "all ranks tell what they have found"
+        if position is not None:
+            item = self.executed[position] if position < len(self.executed) else self._next
+            place = f"collective {position} of {len(self._expected)}"
+            expected = str(item)
+            peers = self.mesh.peers(item.axis, self.rank) if item.axis in self.mesh else peers
+        others = [peer for peer in peers if peer != self.rank]
+        return lost_peers(
+            text, rank=self.rank, peers=others, call=self.call, place=place, expected=expected
+        )
+
+    @property
+    def _next(self) -> Collective:
+        return self._expected[len(self.executed)]
+
+    def _run(
+        self, item: Collective, run: Callable[..., Pending | None], *args: Any
+    ) -> Pending | None:
+        position = len(self.executed)
         self.busy = True
         try:
-            pending = self.transport.all_reduce(whole, item.axis)
+            pending = run(*args)
+        except RuntimeError as error:
+            if not is_lost(error):
+                raise
+            raise self.lose(error, position) from error
         finally:
             self.busy = False
         self.executed.append(item)
-        return pending
+        return None if pending is None else _Watched(pending, self, position)
 
     def _check(self, kind: str, nbytes: int, item: Collective) -> None:
         position = len(self.executed)
@@ -269,14 +327,22 @@ def gather(
     return mover.all_gather(stack, part, items[-1])
 
 
-def scatter(mover: Mover, stack: Tensor, items: Sequence[Collective]) -> Tensor:
-    """Run `scatter_items` and return this rank's flat part of the sum."""
-    whole = stack
+def scatter(
+    mover: Mover, stack: Tensor, items: Sequence[Collective]
+) -> tuple[Tensor, Pending | None]:
+    """Run `scatter_items`: this rank's flat part of the sum, which may still be in flight.
+
+    Only the collective of a single axis may be: with several, what lies between is freed at once.
+    """
+    whole, pending = stack, None
     for item in items:
         part = whole.new_empty(whole.numel() // mover.mesh[item.axis])
-        finish(mover.reduce_scatter(part, whole, item))
+        pending = mover.reduce_scatter(part, whole, item)
+        if len(items) > 1:
+            finish(pending)
+            pending = None
         whole = part
-    return whole
+    return whole, pending
 
 
 def finish(pending: Pending | None) -> None:
@@ -295,22 +361,18 @@ def packed_items(
     )
 
 
-def packed_sum(
-    mover: Mover, values: Tensor, items: Sequence[Collective], shared: Tensor | None = None
-) -> Tensor:
+def packed_sum(mover: Mover, values: Tensor, items: Sequence[Collective]) -> Tensor:
     """Sum a vector of float64 scalars over mesh axes, added in rank order along each axis.
 
     Args:
         mover: the choke point.
         values: flat float64 vector.
         items: one collective per axis, from `packed_items`.
-        shared: bool `[len(items), n]`; True where an element is equal on all ranks of that axis
-            (a replicated gradient's norm) and counts once.
 
     Returns:
         The flat vector of sums, the same bits on every rank.
     """
-    for row, item in enumerate(items):
+    for item in items:
         size = mover.mesh[item.axis]
         stack = values.new_empty(size * values.numel())
         finish(mover.all_gather(stack, values, item))
@@ -318,7 +380,7 @@ def packed_sum(
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
-        values = total if shared is None else torch.where(shared[row], parts[0], total)
+        values = total
     return values
 
 

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from shardwise.sharding.derived import Base, Derived, Precision
+from shardwise.sharding.derived import Accumulation, Base, Derived, LossScale, Precision, Remat
 from shardwise.sharding.describe import describe, difference, explain
 from shardwise.sharding.edits import Clauses, Edit
 from shardwise.sharding.errors import PatternError, PlanError, strict_keywords
 from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.modules import callable_modules, float_buffers, module_patterns
 from shardwise.sharding.naming import name_axes
 from shardwise.sharding.plan_json import decode, encode
-from shardwise.sharding.replay import replay, replay_order, selected
+from shardwise.sharding.replay import replay, replay_order, selected, uses_half
 from shardwise.sharding.rules import Rules
 from shardwise.sharding.spec import Spec
 from shardwise.sharding.tree import FrozenMap, Where, as_patterns, no_match
@@ -140,9 +141,29 @@ class Plan:
         return self.derived.prefetch
 
     @property
+    def accumulation(self) -> Accumulation:
+        """How many passes a step takes, and what it keeps between them."""
+        return self.derived.accumulation
+
+    @property
     def precision(self) -> Precision:
-        """Dtypes of the program."""
+        """Dtypes on the wire, casts, and rounding; those at rest are in the specs."""
         return self.derived.precision
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """How the loss is scaled; None: not at all."""
+        return self.derived.loss_scale
+
+    @property
+    def remat(self) -> FrozenMap[str, Remat]:
+        """Modules that are recomputed in backward, and what is kept of them; outer ones first."""
+        return self.derived.remat
+
+    @property
+    def uses_half(self) -> bool:
+        """Whether float16 computes or carries gradients."""
+        return uses_half(self.compute, self.grads, self.precision.reduce)
 
     def info(self, path: str) -> ParamInfo:
         """The parameter of that path or alias.
@@ -168,6 +189,14 @@ class Plan:
     def unit_clauses(self, where: Where) -> Clauses:
         """A selection of units, by the path of their module, as patterns."""
         return (as_patterns(where, [unit.name for unit in self.units if unit.kind == "unit"]),)
+
+    def module_patterns(self, where: Where) -> tuple[str, ...]:
+        """A selection of modules, by their own paths, as patterns."""
+        return module_patterns(where, self.base.modules)
+
+    def buffer_patterns(self, where: Where) -> tuple[str, ...]:
+        """A selection of floating buffers as patterns."""
+        return as_patterns(where, self.base.buffers)
 
     def edit(self, *edits: Edit, site: str = "") -> Plan:
         """This plan with more edits; of equal edits only the last counts.
@@ -265,7 +294,9 @@ def plan(
     """
     _check_arguments(model, mesh, units)
     infos = name_axes(param_infos(model), axes or {})
-    result = Plan(Base(mesh, infos, find_units(model, infos, units), rules), module=model)
+    found = find_units(model, infos, units)
+    base = Base(mesh, infos, found, rules, callable_modules(model), float_buffers(model))
+    result = Plan(base, module=model)
     for transform in transforms:
         result = apply_transform(transform, result)
     return result

@@ -28,6 +28,8 @@ def encode(base: Base, edits: Sequence[Edit], log: Sequence[str]) -> str:
         "version": VERSION,
         "mesh": {"sizes": _mesh_sizes(base.mesh), "links": _mesh_links(base.mesh)},
         "rules": None if base.rules is None else base.rules.to_json(),
+        "modules": base.modules,
+        "buffers": base.buffers,
     }
     blocks = {
         "params": [_record(info) | {"axes": str(info.axes)} for info in base.infos],
@@ -61,14 +63,17 @@ def decode(text: str) -> tuple[Base, tuple[Edit, ...], tuple[str, ...]]:
             fix="write the plan again with this version of shardwise",
             version=version,
         )
-    top = _read(data, "plan", {"version", "mesh", "rules", "params", "units", "edits"})
+    lines = {"version", "mesh", "rules", "modules", "buffers"}
+    top = _read(data, "plan", {*lines, "params", "units", "edits"})
     mesh = _read(top["mesh"], "mesh", {"sizes", "links"})
     infos = tuple(_info(record) for record in top["params"])
     units = tuple(_build(Unit, record, "unit") for record in top["units"])
     rules = None if top["rules"] is None else Rules.from_json(top["rules"])
     pairs = [_edit(record) for record in top["edits"]]
     pairs.sort(key=lambda pair: replay_order(pair[0]))
-    base = Base(Mesh(links=mesh["links"], **mesh["sizes"]), infos, units, rules)
+    mesh = Mesh(links=mesh["links"], **mesh["sizes"])
+    paths = (tuple(top["modules"]), tuple(top["buffers"]))
+    base = Base(mesh, infos, units, rules, *paths)
     return base, tuple(edit for edit, _ in pairs), tuple(site for _, site in pairs)
 
 

@@ -25,7 +25,7 @@ def run_route(
     items: Sequence[Collective],
     out: Tensor | None = None,
 ) -> Tensor:
-    """The values of `flat` in the target layout of the route, cast to its dtype first.
+    """The values of `flat` in the target layout of the route, cast to its dtype before they move.
 
     Args:
         mover: the choke point.
@@ -34,14 +34,14 @@ def run_route(
         items: what `route_items` predicted.
         out: where to write; default: new memory, or `flat` itself if nothing changes.
     """
+    if not (route.gather or route.cut):
+        if out is None:
+            return flat.to(route.target.dtype)
+        return flat if flat is out else out.copy_(flat)
     flat = flat.to(route.target.dtype)
     if route.gather:
         flat = _gathered(mover, route.gather, flat, items, None if route.cut else out)
-    if route.cut:
-        return own_part(mover, route.cut, flat, out)
-    if out is not None and flat is not out:
-        return out.copy_(flat)
-    return flat
+    return own_part(mover, route.cut, flat, out) if route.cut else flat
 
 
 def own_part(mover: Mover, cut: Regroup, flat: Tensor, out: Tensor | None = None) -> Tensor:

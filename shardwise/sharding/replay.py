@@ -10,27 +10,42 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from shardwise.sharding.derived import Base, Derived, Precision
+from shardwise.sharding.boundaries import find_casts
+from shardwise.sharding.derived import Accumulation, Base, Derived, LossScale, Precision, Remat
 from shardwise.sharding.edits import (
     PHASES,
+    AccumulateEdit,
     Clauses,
     Edit,
     FreezeEdit,
     HomeEdit,
     KeepEdit,
+    LossScaleEdit,
     PrefetchEdit,
+    RematEdit,
     TreeAtEdit,
 )
 from shardwise.sharding.errors import PlanError, nearest
 from shardwise.sharding.failures import Failure, raise_failures
 from shardwise.sharding.homes import HOMES, Request, Target, place
 from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.modules import select_modules
+from shardwise.sharding.precision import (
+    Asked,
+    Dtypes,
+    PrecisionEdit,
+    dtypes_of,
+    is_float,
+    misfit,
+    no_float,
+)
 from shardwise.sharding.spec import Spec
-from shardwise.sharding.tree import FrozenMap, match, no_match, nothing_left, selects
+from shardwise.sharding.tree import FrozenMap, match, match_exact, no_match, nothing_left, selects
 from shardwise.sharding.units import ParamInfo, Unit
 
 _PREFETCH_UNITS = 0
-_PRECISION = Precision()
+_ONE_PASS = Accumulation()
+_DTYPE_OF_HOME = {"params": "params", "grads": "grads", "opt": "master"}
 
 
 @dataclass(slots=True)
@@ -40,12 +55,20 @@ class Draft:
     mesh: Mesh
     infos: dict[str, ParamInfo]
     units: tuple[Unit, ...]
+    modules: tuple[str, ...]
+    buffers: tuple[str, ...]
     requests: dict[str, dict[str, Request]] = field(default_factory=dict)
     overrides: dict[tuple[str, str], TreeAtEdit] = field(default_factory=dict)
     claimed: set[str] = field(default_factory=set)
     keep: set[str] = field(default_factory=set)
     prefetch: int = _PREFETCH_UNITS
-    precision: Precision = _PRECISION
+    accumulation: Accumulation = _ONE_PASS
+    dtypes: dict[str, dict[str, Asked]] = field(default_factory=dict)
+    outputs: dict[str, str] = field(default_factory=dict)
+    buffer_dtypes: dict[str, str] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    loss_scale: LossScale | None = None
+    remat: dict[str, Remat] = field(default_factory=dict)
 
 
 class Kind(NamedTuple):
@@ -62,10 +85,20 @@ def replay(base: Base, edits: Iterable[Edit]) -> Derived:
         PlanError: an edit selects nothing, or asks for a layout some parameter cannot have; all
             failures in one error.
     """
-    draft = Draft(base.mesh, {info.path: info for info in base.infos}, base.units)
+    infos = {info.path: info for info in base.infos}
+    draft = Draft(base.mesh, infos, base.units, base.modules, base.buffers)
     for edit in edits:
         KINDS[edit.kind].apply(draft, edit)
     return _derive(draft)
+
+
+def uses_half(
+    compute: Mapping[str, Spec], grads: Mapping[str, Spec], reduce: Mapping[str, str]
+) -> bool:
+    """Whether float16 computes or carries gradients."""
+    specs = (*compute.values(), *grads.values())
+    carried = (reduce[path] for path in grads)
+    return "float16" in {*(spec.dtype for spec in specs), *carried}
 
 
 def replay_order(edit: Edit) -> tuple[int, str]:
@@ -136,6 +169,63 @@ def _prefetch(draft: Draft, edit: PrefetchEdit) -> None:
     draft.prefetch = edit.distance
 
 
+def _precision(draft: Draft, edit: PrecisionEdit) -> None:
+    if edit.settings:
+        _set_dtypes(draft, edit)
+    if edit.outputs:
+        for path in _select_modules(draft, edit):
+            draft.outputs[path] = edit.outputs
+    if edit.buffers:
+        clauses = tuple(clause for clause in (edit.buffer_paths, *edit.where) if clause)
+        for path in _select({name: (name,) for name in draft.buffers}, clauses):
+            draft.buffer_dtypes[path] = edit.buffers
+
+
+def _set_dtypes(draft: Draft, edit: PrecisionEdit) -> None:
+    asked = {name: Asked(value, edit.by) for name, value in edit.settings.items()}
+    # A last segment with a star is over whatever is there; a name in full is meant.
+    patterns = [p for clause in edit.where for p in clause if "*" not in p.rpartition(".")[2]]
+    for path in selected(draft.infos.values(), edit.where):
+        info = draft.infos[path]
+        if is_float(info.dtype):
+            draft.dtypes.setdefault(path, {}).update(asked)
+        elif any(match_exact(p, name) for p in patterns if p[0] != "~" for name in info.names):
+            draft.failures.append(no_float(info, edit))
+
+
+def _select_modules(draft: Draft, edit: PrecisionEdit | RematEdit) -> list[str]:
+    """The modules of an edit that all masks around it select as well."""
+    found = select_modules(edit.modules, draft.modules)
+    inside = [path for path in found if all(selects(clause, (path,)) for clause in edit.where)]
+    if not inside:
+        shown = (", ".join(map(repr, clause)) for clause in (edit.modules, *edit.where))
+        raise nothing_left(" and ".join(shown), draft.modules)
+    return inside
+
+
+def _loss_scale(draft: Draft, edit: LossScaleEdit) -> None:
+    if edit.value:
+        draft.loss_scale = LossScale(initial=float(edit.value), dynamic=False)
+        return
+    draft.loss_scale = LossScale(
+        initial=2.0**edit.initial_power,
+        window=edit.window,
+        hysteresis=edit.hysteresis,
+        minimum=edit.minimum,
+        consecutive_hysteresis=edit.consecutive_hysteresis,
+        maximum=edit.maximum,
+    )
+
+
+def _accumulate(draft: Draft, edit: AccumulateEdit) -> None:
+    draft.accumulation = Accumulation(edit.steps, edit.reduce, edit.gather)
+
+
+def _remat(draft: Draft, edit: RematEdit) -> None:
+    for path in _select_modules(draft, edit):
+        draft.remat[path] = Remat(edit.policy, edit.names)
+
+
 def _tree_at(draft: Draft, edit: TreeAtEdit) -> None:
     paths = {name: info.path for info in draft.infos.values() for name in info.names}
     if edit.path not in paths:
@@ -160,15 +250,20 @@ KINDS: FrozenMap[str, Kind] = FrozenMap(
         Kind(FreezeEdit, _freeze),
         Kind(KeepEdit, _keep),
         Kind(PrefetchEdit, _prefetch),
+        Kind(PrecisionEdit, _precision),
+        Kind(LossScaleEdit, _loss_scale),
+        Kind(AccumulateEdit, _accumulate),
+        Kind(RematEdit, _remat),
         Kind(TreeAtEdit, _tree_at),
     )
 )
 
 
 def _derive(draft: Draft) -> Derived:
-    compute = {path: Spec(info.axes, dtype=info.dtype) for path, info in draft.infos.items()}
+    dtypes = {p: dtypes_of(info, draft.dtypes.get(p, {})) for p, info in draft.infos.items()}
+    compute = {p: Spec(info.axes, dtype=dtypes[p].compute) for p, info in draft.infos.items()}
     homes: dict[str, dict[str, Spec]] = {home: {} for home in HOMES}
-    failures: list[Failure] = []
+    failures = list(draft.failures)
     for path, info in draft.infos.items():
         target = Target(info, compute[path], draft.mesh)
         owned = HOMES if info.trainable else HOMES[:1]
@@ -180,8 +275,11 @@ def _derive(draft: Draft) -> Derived:
             if isinstance(spec, Failure):
                 failures.append(spec)
             else:
-                homes[home][path] = spec
+                dtype = spec.dtype if edit else getattr(dtypes[path], _DTYPE_OF_HOME[home])
+                homes[home][path] = spec.with_(dtype=dtype)
+    failures += _misfits(draft, homes, dtypes)
     raise_failures(failures, len(draft.infos))
+    precision = _make_precision(draft, dtypes, compute)
     return Derived(
         mesh=draft.mesh,
         infos=tuple(draft.infos.values()),
@@ -193,8 +291,56 @@ def _derive(draft: Draft) -> Derived:
         batch=tuple(axis for axis in draft.mesh.names if axis not in draft.claimed),
         keep=frozenset(draft.keep),
         prefetch=draft.prefetch,
-        precision=draft.precision,
+        accumulation=draft.accumulation,
+        precision=precision,
+        remat=_remat_in_order(draft),
+        loss_scale=draft.loss_scale
+        or _default_loss_scale(compute, homes["grads"], precision.reduce),
     )
+
+
+def _misfits(
+    draft: Draft, homes: Mapping[str, Mapping[str, Spec]], dtypes: Mapping[str, Dtypes]
+) -> list[Failure]:
+    """What the dtypes that were asked for, as `tree_at` has left them, do not allow."""
+    found: list[Failure | None] = []
+    for path, asked in draft.dtypes.items():
+        if path in homes["params"] and path in homes["opt"]:
+            rest = {"params": homes["params"][path].dtype, "master": homes["opt"][path].dtype}
+            found.append(misfit(draft.infos[path], asked, dtypes[path]._replace(**rest)))
+    return [failure for failure in found if failure is not None]
+
+
+def _make_precision(
+    draft: Draft, dtypes: Mapping[str, Dtypes], compute: Mapping[str, Spec]
+) -> Precision:
+    infos = tuple(draft.infos.values())
+    own = Asked("nearest")
+    return Precision(
+        gather=FrozenMap((path, found.gather) for path, found in dtypes.items()),
+        reduce=FrozenMap((path, found.reduce) for path, found in dtypes.items()),
+        stochastic=frozenset(
+            path
+            for path, asked in draft.dtypes.items()
+            if asked.get("rounding", own).value == "stochastic" and draft.infos[path].trainable
+        ),
+        casts=find_casts(infos, compute, draft.modules, draft.outputs),
+        buffers=FrozenMap(draft.buffer_dtypes),
+    )
+
+
+def _remat_in_order(draft: Draft) -> FrozenMap[str, Remat]:
+    """Outer modules first; what the last edit said of a module counts."""
+    chosen = draft.remat
+    asked = [path for path in draft.modules if path in chosen]
+    return FrozenMap((path, chosen[path]) for path in asked if chosen[path].policy != "nothing")
+
+
+def _default_loss_scale(
+    compute: Mapping[str, Spec], grads: Mapping[str, Spec], reduce: Mapping[str, str]
+) -> LossScale | None:
+    """Without a word from the user, float16 is scaled and nothing else is."""
+    return LossScale() if uses_half(compute, grads, reduce) else None
 
 
 def _override(draft: Draft, info: ParamInfo, edit: TreeAtEdit) -> Spec | Failure:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -192,6 +192,15 @@ def _describe(wait: _Wait | None) -> str:
     return " ".join(str(part) for part in wait.key) if wait is not None else "nothing"
 
 
+class _Message(NamedTuple):
+    """What one rank puts into an all-to-all and wants from it."""
+
+    out: Tensor
+    mine: Tensor
+    received: tuple[int, ...]
+    sent: tuple[int, ...]
+
+
 class Simulated:
     """The transport of one simulated rank."""
 
@@ -236,6 +245,31 @@ class Simulated:
             return [None] * len(wholes)
 
         self._meet("all_reduce", axis, whole, whole, combine)
+
+    def all_to_all(
+        self, out: Tensor, mine: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        """See `Transport.all_to_all`."""
+
+        def combine(given: list[_Message]) -> list[None]:
+            parts = [one.mine.split(list(one.sent)) for one in given]
+            for rank, one in enumerate(given):
+                arrived = [part[rank] for part in parts]
+                if [part.numel() for part in arrived] != list(one.received):
+                    raise SimulationError(
+                        f"Rank {rank} expects other elements than its peers send.",
+                        facts=[f"sent {[p.numel() for p in arrived]}", f"expected {one.received}"],
+                        why="Both sides of an all-to-all follow from one plan.",
+                        fix="pass the same state and plan on every rank",
+                        rank=rank,
+                    )
+                torch.cat(arrived, out=one.out)
+            return [None] * len(given)
+
+        message = _Message(out, mine, tuple(received), tuple(sent))
+        key = ("all_to_all", mine.dtype)
+        with torch.no_grad():
+            self.world.exchange(self.rank, self._everyone, key, message, combine)
 
     def broadcast(self, whole: Tensor) -> None:
         """See `Transport.broadcast`."""

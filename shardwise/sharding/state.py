@@ -28,6 +28,7 @@ from shardwise.sharding.leaves import (
 )
 from shardwise.sharding.opt_state import by_group, by_path
 from shardwise.sharding.pytree import NAMESPACE, register, tree_leaves, tree_map
+from shardwise.sharding.scaling import LossScaleState
 
 
 @dataclass
@@ -50,8 +51,8 @@ class Loose(NamedTuple):
 class State:
     """Everything a program carries from step to step; a node of optree (namespace `shardwise`).
 
-    Read `params["path"]`, `master["path"]`, `opt`, `buffers`, `step`, `scale` and `extra`. A state
-    built by `optree.tree_map` holds what the function returned; `step` takes it in once.
+    Read `params["path"]`, `master["path"]`, `opt`, `buffers`, `step`, `loss_scale` and `extra`. A
+    state built by `optree.tree_map` holds what the function returned; `step` takes it in once.
 
     >>> # state.params["layers.0.weight"] is a DTensor; sw.to_global(state.params) the whole dict
     """
@@ -63,7 +64,7 @@ class State:
     buffer_values: dict[str, Tensor]
     seed: Tensor
     count: Tensor
-    scale_value: Tensor
+    scaling: LossScaleState
     extra_value: Any
     life: Life = field(default_factory=Life)
     loose: Loose | None = None
@@ -122,8 +123,13 @@ class State:
 
     @property
     def scale(self) -> Tensor:
-        """What the loss is multiplied by before backward; 1 without a loss scale."""
-        return self._alive().scale_value
+        """What the loss of the next step is multiplied by; 1 without a loss scale."""
+        return self._alive().scaling.scale
+
+    @property
+    def loss_scale(self) -> LossScaleState:
+        """The loss scale with its counters, those of skipped steps included."""
+        return self._alive().scaling
 
     @property
     def extra(self) -> Any:
@@ -211,15 +217,15 @@ def _flatten(state: State) -> tuple[tuple[Any, ...], Home, None]:
         dict(state.buffers),
         state.seed,
         state.step,
-        state.scale,
+        state.loss_scale,
         state.extra,
     )
     return children, state.home, None
 
 
 def _unflatten(home: Home, children: tuple[Any, ...]) -> State:
-    seed, count, scale, extra = children[4:]
-    return State(home, {}, {}, None, {}, seed, count, scale, extra, loose=Loose(*children[:4]))
+    seed, count, scaling, extra = children[4:]
+    return State(home, {}, {}, None, {}, seed, count, scaling, extra, loose=Loose(*children[:4]))
 
 
 register(State, _flatten, _unflatten, namespace=NAMESPACE)

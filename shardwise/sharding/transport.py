@@ -23,6 +23,7 @@ order must not depend on the rank, since gloo pairs whatever meets without an er
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.sharding.movement import Pending, Transport
+from shardwise.sharding.compat import set_group_timeout, timeout_of
+from shardwise.sharding.movement import Pending, Transport, finish
 
 _SMALL_BYTES = 256 * 1024
 _WHOLE_STACK_BYTES = 16 * 1024 * 1024
@@ -46,11 +48,44 @@ def all_reduce_scratch_bytes(nbytes: int, ranks: int) -> int:
     return scratch_bytes(nbytes, ranks) + nbytes // ranks
 
 
+def stays_in_flight(stack_bytes: int) -> bool:
+    """Whether a gloo reduce-scatter of a whole stack returns before it has ended."""
+    return stack_bytes <= _WHOLE_STACK_BYTES
+
+
 def scratch_bytes(stack_bytes: int, ranks: int) -> int:
     """What a gloo reduce-scatter of a whole stack receives into before it is summed."""
-    if stack_bytes <= _WHOLE_STACK_BYTES:
+    if stays_in_flight(stack_bytes):
         return stack_bytes
     return stack_bytes // ranks // _PIECES * _PIECES_IN_FLIGHT * (ranks - 1)
+
+
+class Alone:
+    """The transport of a world of one."""
+
+    def all_gather(self, out: Tensor, mine: Tensor, axis: str) -> None:
+        """Copy."""
+        out.copy_(mine)
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, axis: str) -> None:
+        """Copy."""
+        out.copy_(whole)
+
+    def all_reduce(self, whole: Tensor, axis: str) -> None:
+        """Nothing to add."""
+
+    def all_to_all(
+        self, out: Tensor, mine: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        """Copy."""
+        out.copy_(mine)
+
+    def broadcast(self, whole: Tensor) -> None:
+        """Nothing to fetch."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The one value."""
+        return [value]
 
 
 class _All:
@@ -67,22 +102,47 @@ class _All:
         self._source = None
 
 
-class _Grouped:
-    """Process groups by mesh axis."""
+class _Exchanged:
+    """A reduce-scatter whose rows are on their way; they are summed when they have arrived."""
 
-    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+    def __init__(self, work: Any, out: Tensor, received: Tensor) -> None:
+        self._work = work
+        self._out = out
+        self._received: Tensor | None = received
+
+    def wait(self) -> None:
+        """Wait for the rows, and sum them once."""
+        if self._received is not None:
+            self._work.wait()
+            _add_rows(self._out, self._received.unbind(0))
+            self._received = None
+
+
+class _Grouped:
+    """Process groups by mesh axis, and one of all ranks of the job."""
+
+    def __init__(
+        self, groups: Mapping[str, dist.ProcessGroup], everyone: dist.ProcessGroup
+    ) -> None:
         self._groups = groups
+        self._everyone = everyone
         self._sizes = {axis: group.size() for axis, group in groups.items()}
         self._places = {axis: group.rank() for axis, group in groups.items()}
 
+    def all_to_all(
+        self, out: Tensor, mine: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        """See `Transport.all_to_all`."""
+        dist.all_to_all_single(out, mine, list(received), list(sent), group=self._everyone)
+
     def broadcast(self, whole: Tensor) -> None:
         """See `Transport.broadcast`."""
-        dist.broadcast(whole, src=0)
+        dist.broadcast(whole, group_src=0, group=self._everyone)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """See `Transport.gather_objects`."""
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
+        values: list[Any] = [None] * self._everyone.size()
+        dist.all_gather_object(values, value, group=self._everyone)
         return values
 
 
@@ -108,15 +168,17 @@ class Gloo(_Grouped):
             ]
         )
 
-    def reduce_scatter(self, out: Tensor, whole: Tensor, axis: str) -> None:
+    def reduce_scatter(self, out: Tensor, whole: Tensor, axis: str) -> Pending | None:
         """See `Transport.reduce_scatter`."""
         rows = whole.view(self._sizes[axis], -1)
-        if whole.nbytes > _WHOLE_STACK_BYTES:
+        if not stays_in_flight(whole.nbytes):
             self._reduce_in_pieces(out.view(-1), rows, axis)
-            return
+            return None
         received = torch.empty_like(rows)
-        dist.all_to_all_single(received.view(-1), rows.view(-1), group=self._groups[axis])
-        _add_rows(out.view(-1), received.unbind(0))
+        work = dist.all_to_all_single(
+            received.view(-1), rows.view(-1), group=self._groups[axis], async_op=True
+        )
+        return _Exchanged(work, out.view(-1), received)
 
     def _reduce_in_pieces(self, out: Tensor, rows: Tensor, axis: str) -> None:
         """Exchange column pieces of the rows, two in flight, and add each as it arrives.
@@ -162,7 +224,7 @@ class Gloo(_Grouped):
         if flat.nbytes > _SMALL_BYTES:
             body = flat[: flat.numel() // size * size]
             mine = flat.new_empty(body.numel() // size)
-            self.reduce_scatter(mine, body, axis)
+            finish(self.reduce_scatter(mine, body, axis))
             self.all_gather(body, mine, axis).wait()
             flat = flat[body.numel() :]
         if flat.numel():
@@ -179,9 +241,9 @@ class Native(_Grouped):
         """See `Transport.all_gather`."""
         return _gather(out.view(-1), mine.view(-1), group=self._groups[axis], async_op=True)
 
-    def reduce_scatter(self, out: Tensor, whole: Tensor, axis: str) -> None:
+    def reduce_scatter(self, out: Tensor, whole: Tensor, axis: str) -> Any:
         """See `Transport.reduce_scatter`; the order of the sum is the backend's."""
-        _scatter(out.view(-1), whole.view(-1), group=self._groups[axis])
+        return _scatter(out.view(-1), whole.view(-1), group=self._groups[axis], async_op=True)
 
     def all_reduce(self, whole: Tensor, axis: str) -> Any:
         """See `Transport.all_reduce`; the order of the sum is the backend's."""
@@ -202,13 +264,30 @@ def _add_rows(out: Tensor, rows: Sequence[Tensor]) -> None:
         out.add_(row)
 
 
-def make_transport(device_mesh: DeviceMesh) -> Transport:
-    """The transport for the backend of a torch mesh, with a group for every axis that has peers."""
-    names = device_mesh.mesh_dim_names or ()
-    groups = {
-        name: device_mesh.get_group(name)
-        for index, name in enumerate(names)
-        if device_mesh.size(index) > 1
-    }
+def make_transport(device_mesh: DeviceMesh, *, timeout: float | None = None) -> Transport:
+    """The transport for the backend of a torch mesh, with a group for every axis that has peers.
+
+    Args:
+        device_mesh: over all ranks of the job.
+        timeout: seconds that a collective may wait, in groups of its own where the default group
+            waits for another time; default: as long as one of the default group, where torch would
+            give every axis its own 30 minutes.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    known = timeout_of(default, device_mesh.device_type)
+    waits = known if timeout is None else datetime.timedelta(seconds=timeout)
+    # torch types a new group as what a rank outside of it gets, too.
+    made: Any = default if waits == known else dist.new_group(timeout=waits)
+    everyone: dist.ProcessGroup = made
+    groups: dict[str, dist.ProcessGroup] = {}
+    for index, name in enumerate(device_mesh.mesh_dim_names or ()):
+        if device_mesh.size(index) > 1:
+            group = device_mesh.get_group(name)
+            if group is default:
+                group = everyone
+            elif waits is not None:
+                set_group_timeout(waits, group)
+            groups[name] = group
     backend = str(dist.get_backend())
-    return Gloo(groups) if "gloo" in backend else Native(groups)
+    return Gloo(groups, everyone) if "gloo" in backend else Native(groups, everyone)

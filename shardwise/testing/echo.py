@@ -7,6 +7,7 @@ tensors on threads of their own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,9 +15,24 @@ from torch import Tensor
 
 from shardwise.sharding.compat import device_mesh_without_backend
 from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.transport import all_reduce_scratch_bytes, scratch_bytes
+from shardwise.sharding.transport import (
+    all_reduce_scratch_bytes,
+    scratch_bytes,
+    stays_in_flight,
+)
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.rank_program import RankProgram
+
+
+class _InFlight:
+    """A collective that has ended, but holds its scratch memory until it is waited for."""
+
+    def __init__(self, scratch: Tensor) -> None:
+        self._scratch: Tensor | None = scratch
+
+    def wait(self) -> None:
+        """Free the scratch memory."""
+        self._scratch = None
 
 
 class Echo:
@@ -33,18 +49,24 @@ class Echo:
         """Every peer has what this rank has."""
         out.view(self._mesh[axis], -1).copy_(mine.reshape(-1))
 
-    def reduce_scatter(self, out: Tensor, whole: Tensor, axis: str) -> None:
+    def reduce_scatter(self, out: Tensor, whole: Tensor, axis: str) -> _InFlight | None:
         """Every peer has what this rank has."""
         size = self._mesh[axis]
         scratch = _scratch(scratch_bytes(whole.nbytes, size))
         torch.mul(whole.view(size, -1)[0], size, out=out.view(-1))
-        del scratch
+        return _InFlight(scratch) if stays_in_flight(whole.nbytes) else None
 
     def all_reduce(self, whole: Tensor, axis: str) -> None:
         """Every peer has what this rank has."""
         scratch = _scratch(all_reduce_scratch_bytes(whole.nbytes, self._mesh[axis]))
         whole.mul_(self._mesh[axis])
         del scratch
+
+    def all_to_all(
+        self, out: Tensor, mine: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        """Every peer sends zeros."""
+        out.zero_()
 
     def broadcast(self, whole: Tensor) -> None:
         """Rank 0 has what this rank has."""

@@ -116,7 +116,7 @@ def assert_bitwise(
         raise _no_bits(
             "The optimizer reads the norm of all gradients or couples whole tensors.",
             couples=optimizer.couples,
-            needs=tuple(sorted(optimizer.needs)),
+            needs=tuple(sorted(map(str, optimizer.needs))),
         )
     case = make_case(
         model,

@@ -7,6 +7,7 @@ collectives' memory; measure a world of one, or real processes.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -45,6 +46,8 @@ def measure(run: Callable[[], T]) -> tuple[T, Usage]:
     >>> 8_000 <= usage.peak < 9_000, usage.kept < 1_000
     (True, True)
     """
+    # The profiler's library writes two lines to stderr otherwise; it reads this at its first use.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with warnings.catch_warnings():
         # The profiler warns that it starts anew when it is used again.
         warnings.simplefilter("ignore")

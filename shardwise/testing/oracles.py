@@ -1,14 +1,14 @@
 """What a sharded program must agree with: the unsharded model, and the split reference.
 
 [Note: the split reference]
-One process that runs each data rank's part of the batch in turn and adds the gradients in the order
-in which the plan moves them: the axes that cut the landed gradient first, then the other batch
-axes, each time from the innermost axis of the mesh to the outermost, and along an axis in rank
-order. Addition of floating point
-numbers depends on nothing but that order, and the optimizers' bits do not depend on how a group is
-cut, so on the CPU a program and its split reference agree bit for bit. Exceptions: optimizers that
-read the norm of all gradients, and units that are gathered several times in one forward pass (a
-program reduces what each of these calls finds by itself).
+One process that runs each data rank's micro-batches in turn and adds the gradients in the order in
+which the plan moves them: the axes that cut the landed gradient first, then the other batch axes,
+each time from the innermost axis of the mesh to the outermost, and along an axis in rank order; the
+passes of a step between the two groups of axes, or first of all where whole gradients are kept.
+Addition of floating point numbers depends on nothing but that order, and the optimizers' bits do
+not depend on how a group is cut, so on the CPU a program and its split reference agree bit for bit.
+Exceptions: optimizers that read the norm of all gradients, and units that are gathered several
+times in one forward pass (a program adds what each of these calls finds by itself).
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.optim.base import GradientTransform, Tensors, apply_in_place
+from shardwise.sharding.errors import LossError
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.rng import key, keyed
 from shardwise.testing.plain import LossFunction, Part, PlainModel
 from shardwise.testing.split import Place, Split
+from shardwise.transforms.loss import Loss
 
 _CPU = torch.device("cpu")
 
@@ -136,24 +138,44 @@ def split_reference(
     split = Split(plan)
     for number, batch in enumerate(batches):
         before = plain.buffers()
-        parts: dict[Place, Part] = {}
-        for place, rows in split.cut(batch).items():
+        parts: dict[Place, list[Part]] = {}
+        for place, micros in split.cut(batch).items():
             plain.write_buffers(before)
-            with keyed(key(seed, number, "step", *place), _CPU):
-                parts[place] = plain.run(loss_fn, rows)
-        count = split.add_scalars({place: part.loss.count for place, part in parts.items()})
-        loss = split.add_scalars({place: part.loss.total for place, part in parts.items()}) / count
+            parts[place] = []
+            for micro, rows in enumerate(micros):
+                place_of_pass = [*place, micro] if split.steps > 1 else place
+                with keyed(key(seed, number, "step", *place_of_pass), _CPU):
+                    part = plain.run(loss_fn, rows)
+                if part.loss.terms:
+                    raise _terms(tuple(part.loss.terms))
+                parts[place].append(part)
+        losses = {place: [part.loss for part in mine] for place, mine in parts.items()}
+        count = split.add_scalars({p: [one.count for one in mine] for p, mine in losses.items()})
+        loss = split.add_scalars({p: [one.total for one in mine] for p, mine in losses.items()})
         grads = split.add_gradients(parts, 1.0 / count)
         _, opt = apply_in_place(optimizer, plain.trainable, grads, opt)
         after = split.average_buffers(before, parts)
         plain.write_buffers(after)
-        yield Step(loss, count, grads, plain.params, opt, after, _aux_means(split, parts))
+        aux = _aux_means(split, losses)
+        yield Step(loss / count, count, grads, plain.params, opt, after, aux)
 
 
-def _aux_means(split: Split, parts: Mapping[Place, Part]) -> dict[str, Tensor]:
-    names = next(iter(parts.values())).loss.aux
-    return {
-        name: split.add_scalars({p: part.loss.aux[name].total for p, part in parts.items()})
-        / split.add_scalars({p: part.loss.aux[name].count for p, part in parts.items()})
-        for name in names
-    }
+def _aux_means(split: Split, losses: Mapping[Place, Sequence[Loss]]) -> dict[str, Tensor]:
+    names = next(mine[0].aux for mine in losses.values() if mine)
+
+    def added(name: str, part: str) -> Tensor:
+        values = {p: [getattr(one.aux[name], part) for one in mine] for p, mine in losses.items()}
+        return split.add_scalars(values)
+
+    return {name: added(name, "total") / added(name, "count") for name in names}
+
+
+def _terms(names: tuple[str, ...]) -> LossError:
+    return LossError(
+        f"The loss has {len(names)} terms, which the split reference does not divide.",
+        where="split_reference",
+        facts=f"terms: {', '.join(names)}",
+        why="Each part is run once, and the counts of all parts would be needed before.",
+        fix="use assert_equivalent, or a loss of one term",
+        terms=names,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +84,11 @@ class PlainModel:
         """Forward and backward over one part of a batch."""
         with torch.enable_grad():
             loss = parse_loss(loss_fn(self.module, batch), batch)
+            if loss.terms:
+                # A sum of means: this part is taken for the whole batch.
+                counts = [torch.as_tensor(count).double() for count in loss.counts.values()]
+                joined = loss.joined(torch.stack(counts))
+                loss = replace(joined, count=torch.ones((), dtype=torch.float64))
         leaves = {path: leaf for path, leaf in self._leaves.items() if leaf.requires_grad}
         if not loss.total.requires_grad:
             return Part(loss, dict.fromkeys(leaves), self.buffers())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import optree
 import torch
 from torch import Tensor
 
@@ -15,6 +14,8 @@ from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.spec import Spec
 from shardwise.testing.plain import Part
+from shardwise.transforms.micro import cut_batch
+from shardwise.transforms.uneven import Parts, own_part
 
 Place: TypeAlias = tuple[int, ...]
 """Coordinates along the batch axes that have more than one rank, major to minor."""
@@ -40,23 +41,42 @@ def cut_of(spec: Spec, mesh: Mesh) -> Cut:
     return Cut(0, ())
 
 
+def landing_axes(plan: Plan, path: str) -> tuple[str, ...]:
+    """Axes that cut the landed gradient of one parameter, in the order in which it is added.
+
+    Gradients land in the optimizer's home if that cuts their own home further.
+    """
+    grads, opt = cut_of(plan.grads[path], plan.mesh), cut_of(plan.opt[path], plan.mesh)
+    inside = opt.axes[: len(grads.axes)] == grads.axes and (not grads.axes or opt.dim == grads.dim)
+    landing = opt.axes if inside else grads.axes
+    return tuple(sorted(landing, key=plan.mesh.names[::-1].index))
+
+
 def addition_order(plan: Plan, path: str) -> tuple[str, ...]:
     """Axes in the order in which the gradient of one parameter is added over them.
 
-    Gradients land in the optimizer's home if that cuts their own home further. The axes that cut
-    the landed gradient come first, then the rest of the batch axes, each group from the innermost
-    axis of the mesh to the outermost.
+    The axes that cut the landed gradient come first, then the rest of the batch axes, each group
+    from the innermost axis of the mesh to the outermost.
 
     Args:
         plan: any plan.
         path: a trainable parameter.
     """
-    grads, opt = cut_of(plan.grads[path], plan.mesh), cut_of(plan.opt[path], plan.mesh)
-    inside = opt.axes[: len(grads.axes)] == grads.axes and (not grads.axes or opt.dim == grads.dim)
-    landing = opt.axes if inside else grads.axes
+    landing = landing_axes(plan, path)
     others = [axis for axis in plan.batch if plan.mesh[axis] > 1 and axis not in landing]
-    inner_first = plan.mesh.names[::-1]
-    return (*sorted(landing, key=inner_first.index), *sorted(others, key=inner_first.index))
+    return (*landing, *sorted(others, key=plan.mesh.names[::-1].index))
+
+
+def each_pass(plan: Plan, path: str) -> tuple[str, ...]:
+    """Axes over which the gradient of one parameter is added after every pass of a step.
+
+    The others are added once, over the sums of all passes.
+    """
+    accumulation, landing = plan.accumulation, landing_axes(plan, path)
+    whole = not cut_of(plan.grads[path], plan.mesh).axes
+    if accumulation.reduce == "once" or (accumulation.reduce == "auto" and whole):
+        return ()
+    return landing
 
 
 class Split:
@@ -67,66 +87,74 @@ class Split:
     """
 
     def __init__(self, plan: Plan) -> None:
+        self._mesh = plan.mesh
         self.axes = tuple(axis for axis in plan.batch if plan.mesh[axis] > 1)
         self.places: list[Place] = list(
             itertools.product(*(range(plan.mesh[axis]) for axis in self.axes))
         )
+        self.steps = plan.accumulation.steps
         self._orders = {path: addition_order(plan, path) for path in plan.grads}
+        self._early = {path: each_pass(plan, path) for path in plan.grads}
         self._dtypes = {path: getattr(torch, spec.dtype) for path, spec in plan.grads.items()}
 
-    def cut(self, batch: Any) -> dict[Place, Any]:
-        """Every data rank's part of a global batch."""
-        count = len(self.places)
+    def cut(self, batch: Any) -> dict[Place, tuple[Any, ...]]:
+        """Every data rank's micro-batches of a global batch."""
+        parts = Parts(self._mesh, self.axes)
+        owned = {
+            place: own_part(batch, parts, dict(zip(self.axes, place, strict=True)))
+            for place in self.places
+        }
+        return {place: cut_batch(part, self.steps) for place, part in owned.items()}
 
-        def part(index: int) -> Any:
-            return optree.tree_map(
-                lambda leaf: leaf.tensor_split(count)[index] if _has_rows(leaf) else leaf, batch
-            )
-
-        return {place: part(index) for index, place in enumerate(self.places)}
-
-    def add(self, values: Mapping[Place, Tensor], order: tuple[str, ...]) -> Tensor:
-        """Add over one axis after the other, in rank order along each."""
+    def add(self, values: Mapping[Place, Tensor], order: tuple[str, ...]) -> dict[Place, Tensor]:
+        """Add over one axis after the other, in rank order along each; one value for each group."""
+        sums = dict(values)
         for axis in order:
             at = self.axes.index(axis)
-            sums: dict[Place, Tensor] = {}
+            values, sums = sums, {}
             for place in self.places:
                 if place in values:
                     head = (*place[:at], 0, *place[at + 1 :])
                     sums[head] = sums[head] + values[place] if head in sums else values[place]
-            values = sums
-        (whole,) = values.values()
+        return sums
+
+    def add_scalars(self, values: Mapping[Place, Sequence[Any]]) -> Tensor:
+        """Add scalars in float64: those of each place in turn, then over axes, innermost first."""
+        sums = {place: torch.zeros((), dtype=torch.float64) for place in self.places}
+        for place, mine in values.items():
+            for value in mine:
+                sums[place] = sums[place] + torch.as_tensor(value).detach().double()
+        (whole,) = self.add(sums, tuple(reversed(self.axes))).values()
         return whole
 
-    def add_scalars(self, values: Mapping[Place, Any]) -> Tensor:
-        """Add scalars in float64 over all batch axes, innermost first."""
-        doubles = {place: torch.as_tensor(v).detach().double() for place, v in values.items()}
-        return self.add(doubles, tuple(reversed(self.axes)))
-
-    def add_gradients(self, parts: Mapping[Place, Part], factor: Tensor) -> Tensors:
+    def add_gradients(self, parts: Mapping[Place, Sequence[Part]], factor: Tensor) -> Tensors:
         """The gradients of the global mean; parameters that no part used are absent."""
         result: Tensors = {}
         for path, order in self._orders.items():
-            found = {place: part.grads[path] for place, part in parts.items()}
-            if all(grad is None for grad in found.values()):
+            grads = (one.grads[path] for mine in parts.values() for one in mine)
+            found = [grad for grad in grads if grad is not None]
+            if not found:
                 continue
-            like = next(grad for grad in found.values() if grad is not None)
-            dtype = self._dtypes[path]
-            filled = {
-                place: (torch.zeros_like(like) if grad is None else grad).to(dtype)
-                for place, grad in found.items()
-            }
+            zero = torch.zeros_like(found[0], dtype=self._dtypes[path])
+            early = self._early[path]
+            sums: dict[Place, Tensor] = {}
+            for number in range(self.steps):
+                filled = {
+                    place: _gradient(mine, number, path, zero) for place, mine in parts.items()
+                }
+                for place, grad in self.add(filled, early).items():
+                    sums[place] = sums[place] + grad if place in sums else grad
+            (whole,) = self.add(sums, tuple(axis for axis in order if axis not in early)).values()
             # Copied because with one part this is autograd's own tensor. Flat because a 0-dim
             # tensor would be multiplied in the wider dtype of the two.
-            flat = self.add(filled, order).reshape(-1).clone().mul_(factor)
-            result[path] = flat.view(like.shape)
+            result[path] = whole.reshape(-1).clone().mul_(factor).view(zero.shape)
         return result
 
-    def average_buffers(self, before: Tensors, parts: Mapping[Place, Part]) -> Tensors:
+    def average_buffers(self, before: Tensors, parts: Mapping[Place, Sequence[Part]]) -> Tensors:
         """Buffers after a step: the mean over ranks of what changed, the largest for integers."""
         result = dict(before)
         for path, old in before.items():
-            values = {place: part.buffers[path] for place, part in parts.items()}
+            values = {place: mine[-1].buffers[path] for place, mine in parts.items() if mine}
             if all(torch.equal(value, old) for value in values.values()):
                 continue
             values = {place: value.double() for place, value in values.items()}
@@ -145,5 +173,7 @@ class Split:
         return {head: s.mean(0) if mean else s.amax(0) for head, s in stacks.items()}
 
 
-def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0
+def _gradient(parts: Sequence[Part], number: int, path: str, zero: Tensor) -> Tensor:
+    """What one pass of one rank has found, in the dtype in which gradients are added."""
+    grad = parts[number].grads[path] if number < len(parts) else None
+    return zero if grad is None else grad.to(zero.dtype)

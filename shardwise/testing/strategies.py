@@ -17,11 +17,14 @@ from torch import Tensor, nn
 
 from shardwise import optim
 from shardwise.optim.base import GradientTransform
+from shardwise.sharding.edits import GATHER_MODES, REDUCE_MODES
 from shardwise.sharding.errors import PlanError
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.plan import Plan, Transform, plan
 from shardwise.sharding.tree import match, match_exact
 from shardwise.testing.models import EXACT, Toy
+from shardwise.transforms import accumulate as passes
+from shardwise.transforms import loss_scale as scales
 from shardwise.transforms import zero as homes
 
 _AXES = ("fsdp", "dp", "node")
@@ -43,7 +46,8 @@ class Move:
 
     def transform(self) -> Transform:
         """Make the transform."""
-        return getattr(homes, self.call)(*self.args, **dict(self.options))
+        module = next(m for m in (passes, scales, homes) if hasattr(m, self.call))
+        return getattr(module, self.call)(*self.args, **dict(self.options))
 
     def __repr__(self) -> str:
         options = [f"{key}={value!r}" for key, value in self.options]
@@ -121,15 +125,24 @@ def make_optimizer(name: str) -> GradientTransform:
             return adamw
         case "clipped sgd":
             return optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.1))
-        case _:
+        case "clipped adamw":
             return optim.chain(optim.clip_by_global_norm(0.5), adamw)
+        case _:
+            largest = optim.clip_by_global_norm(0.05, ord=math.inf)
+            groups = optim.clip_by_group_norm({"**": 0.1})
+            return optim.chain(largest, groups, optim.sgd(0.1, momentum=0.9))
 
 
 ELEMENTWISE = ("sgd", "momentum", "adamw")
 """Optimizers whose bits do not depend on how parameters are cut."""
 
-OPTIMIZERS = (*ELEMENTWISE, "clipped sgd", "clipped adamw")
+OPTIMIZERS = (*ELEMENTWISE, "clipped sgd", "clipped adamw", "group clipped momentum")
 """All optimizers that `make_optimizer` knows."""
+
+
+_KEEPING = st.fixed_dictionaries(
+    {"reduce": st.sampled_from(REDUCE_MODES), "gather": st.sampled_from(GATHER_MODES)}
+).map(lambda options: tuple(options.items()))
 
 
 @st.composite
@@ -197,6 +210,10 @@ def moves(
         ),
         st.builds(Move, st.just("prefetch"), st.tuples(st.integers(0, 3))),
         st.builds(Move, st.just("freeze"), st.tuples(where)),
+        st.builds(Move, st.just("accumulate"), st.tuples(st.integers(1, 3)), _KEEPING),
+        # Powers of two, so that bits stay; with a window of 1 the scale grows at every other step.
+        st.builds(Move, st.just("loss_scale"), st.just((1024.0,))),
+        st.builds(Move, st.just("loss_scale"), st.just(()), st.just((("window", 1),))),
     ]
     if units:
         choices.append(
@@ -247,21 +264,25 @@ def trainings(
     toy = draw(toys(features=features))
     model = toy.build()
     units = draw(unit_patterns(model))
+    chosen = draw(moves(mesh, model, units))
+    passes_of_step = max([1, *(move.args[0] for move in chosen if move.call == "accumulate")])
     training = Training(
         mesh=mesh,
         toy=toy,
-        moves=draw(moves(mesh, model, units)),
+        moves=chosen,
         units=units,
         optimizer=draw(st.sampled_from(optimizers)),
-        # Two rows a rank, so that batch statistics exist; more of them make uneven parts.
-        rows=2 * mesh.size + draw(st.integers(0, 3)),
+        # Two rows a pass, so that batch statistics exist; more of them make uneven parts.
+        rows=2 * passes_of_step * mesh.size + draw(st.integers(0, 3)),
         steps=draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 1000)),
     )
     try:
-        training.plan(model)
+        infos = training.plan(model).infos
     except PlanError:
         reject()  # an uneven cut over several axes
+    if all(info.path.startswith("spare") for info in infos if info.trainable):
+        reject()  # nothing that is used can be trained
     return training
 
 

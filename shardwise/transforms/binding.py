@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from shardwise.sharding.boundaries import Cast
+from shardwise.sharding.derived import Remat
 from shardwise.sharding.errors import UnitError
 from shardwise.sharding.functional import Template
 from shardwise.sharding.plan import Unit
+from shardwise.transforms.casts import install_casts
+from shardwise.transforms.draws import locate
+from shardwise.transforms.dropout import Dropout
+from shardwise.transforms.regions import Region
+from shardwise.transforms.replaying import aside
+
+_NOTHING: Mapping[str, Remat] = {}
+_NO_CASTS: Mapping[str, Cast] = {}
 
 
 class Binding:
@@ -63,24 +74,79 @@ class Guide(Protocol):
         """A value for a placeholder that is read."""
         ...
 
+    def run(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
+        """The forward of a module that backward is to recompute."""
+        ...
+
 
 class Stage:
-    """A template with its hooks; `guide` is asked and may be exchanged between passes."""
+    """A template with its hooks; `guide` is asked and may be exchanged between passes.
 
-    def __init__(self, template: Template, units: Sequence[Unit], guide: Guide) -> None:
+    Args:
+        template: the private copy of the module.
+        units: from the plan.
+        guide: who is asked.
+        remat: modules to recompute and what to keep of them.
+        casts: of inputs and outputs of modules.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        units: Sequence[Unit],
+        guide: Guide,
+        remat: Mapping[str, Remat] = _NOTHING,
+        casts: Mapping[str, Cast] = _NO_CASTS,
+    ) -> None:
         self.template = template
         self.guide = guide
         modules = list(template.module.modules())
         root_trains = template.module.training
         self._modules = [(module, module.training or not root_trains) for module in modules]
+        self._locate(lambda module: isinstance(module, Dropout))
         self._training: bool | None = None
         owner = {path: unit.name for unit in units for path in unit.params}
-        template.watch(lambda path: self.guide.resolve(path, owner[path]))
+        template.watch(lambda path: aside(self.guide.resolve, path, owner[path]))
+        install_casts(template.module, casts)
         trainable = {path for path, p in template.placeholders.items() if p.requires_grad}
         for unit in units:
             if unit.kind != "root":
                 module = template.module.get_submodule(unit.name)
                 self._install(unit, module, frozen=not trainable.intersection(unit.params))
+        inner = {id(template.module.get_submodule(u.name)) for u in units if u.kind != "root"}
+        names = {id(buffer): name for name, buffer in template.module.named_buffers()}
+        self._regions = [
+            self._recompute(path, policy, inner, names) for path, policy in remat.items()
+        ]
+
+    def locate_all(self) -> None:
+        """Have every module say that it runs, since `dropout` may be called by any of them."""
+        self._locate(lambda module: not isinstance(module, Dropout))
+
+    def _locate(self, wanted: Callable[[nn.Module], bool]) -> None:
+        for path, module in self.template.module.named_modules():
+            if wanted(module):
+                locate(module, path)
+
+    def set_written(self, buffers: Collection[str]) -> None:
+        """Say which buffers a forward pass writes: a recomputation must not write them again."""
+        for region in self._regions:
+            region.written = frozenset(buffers)
+
+    def _recompute(
+        self, path: str, policy: Remat, units: set[int], buffers: Mapping[int, str]
+    ) -> Region:
+        module = self.template.module.get_submodule(path)
+        inside = {id(part) for part in module.modules() if part is not module}
+        spans = not units.isdisjoint(inside)
+        region = Region(path, module, policy, spans=spans, buffers=buffers)
+
+        @functools.wraps(region.forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.guide.run(region, args, kwargs)
+
+        vars(module)["forward"] = forward
+        return region
 
     def set_training(self, training: bool) -> None:
         """Train or eval mode; what was in eval mode under a training root stays so."""
@@ -93,13 +159,13 @@ class Stage:
         name = unit.name
 
         def enter(module: nn.Module, args: Any) -> None:
-            self.guide.enter(name)
+            aside(self.guide.enter, name)
 
         def enter_frozen(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return self.guide.enter(name, (args, kwargs))
+            return aside(self.guide.enter, name, (args, kwargs))
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            return self.guide.leave(name, output, (args, kwargs))
+            return aside(self.guide.leave, name, output, (args, kwargs))
 
         if frozen:
             module.register_forward_pre_hook(enter_frozen, prepend=True, with_kwargs=True)

@@ -29,8 +29,8 @@ class Turns(Protocol):
         """Backward has reached what the unit returned."""
         ...
 
-    def on_enter_backward(self, call: Call, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """All gradients of the unit's parameters are there; returns the landed ones."""
+    def on_enter_backward(self, call: Call, grads: Sequence[Tensor | None]) -> None:
+        """All gradients of the unit's parameters are there."""
         ...
 
 
@@ -41,13 +41,15 @@ class Enter(torch.autograd.Function):
     def forward(ctx: Any, call: Call, engine: Turns, *leaves: Tensor) -> tuple[Tensor, ...]:
         """Give out aliases of the filled views; nothing for a call that this rank skips."""
         ctx.call, ctx.engine = call, engine
+        ctx.num_inputs = 2 + len(leaves)
         ctx.set_materialize_grads(False)
         return (*call.parameters, leaves[0].new_empty(()))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Empty the unit, then reduce."""
-        return (None, None, *ctx.engine.on_enter_backward(ctx.call, grads[:-1]))
+        """Empty the unit, then add and move its gradients; none of them is autograd's to add."""
+        ctx.engine.on_enter_backward(ctx.call, grads[:-1])
+        return (None,) * ctx.num_inputs
 
 
 class Leave(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """Buffers: bound for a pass, read back after it, and averaged over the batch axes if written.
 
-Float buffers (running statistics) become their mean over the ranks, integer buffers (counters)
-their maximum. Floats travel as float64 and integers as the bits of int64, in one packed gather per
-axis. What is equal on all ranks stays as it is, bit for bit.
+Float buffers (running statistics) become their mean over the ranks that had a batch, integer
+buffers (counters) their maximum. Floats travel as float64 and integers as the bits of int64, in one
+packed gather per axis. What is equal on all ranks stays as it is, bit for bit.
 """
 
 from __future__ import annotations
@@ -71,32 +71,56 @@ def check_shapes(buffers: Mapping[str, Tensor], lowering: Lowering) -> None:
 
 
 def average_buffers(
-    mover: Mover, lowering: Lowering, buffers: dict[str, Tensor]
+    mover: Mover, lowering: Lowering, buffers: dict[str, Tensor], *, ran: bool = True
 ) -> dict[str, Tensor]:
-    """The written buffers, made equal on all ranks."""
+    """The written buffers, made equal on all ranks.
+
+    Args:
+        mover: the choke point.
+        lowering: says which buffers are written.
+        buffers: of this rank, after its passes.
+        ran: whether this rank has run a pass on a batch of its own; floats of a rank that has not
+            are as they were before the step, and do not count in the mean.
+    """
     names = lowering.written_buffers
     if not lowering.buffer_items:
         return buffers
     flat = [_as_numbers(buffers[name].detach()) for name in names]
-    values = torch.cat([_as_bits(part) for part in flat])
+    device = flat[0].device
+    weight = torch.full((1,), float(ran), dtype=torch.float64, device=device)
+    values = torch.cat([weight, *(_as_bits(part) for part in flat)])
     floats = torch.cat([torch.full((part.numel(),), part.is_floating_point()) for part in flat])
-    floats = floats.to(values.device)
+    floats = floats.to(device)
     for item in lowering.buffer_items:
         size = mover.mesh[item.axis]
         stack = values.new_empty(size * values.numel())
         finish(mover.all_gather(stack, values, item))
-        rows = stack.view(size, -1)
-        means = torch.where((rows != rows[0]).any(0), rows.mean(0), rows[0])
+        weights, rows = stack.view(size, -1).split([1, values.numel() - 1], dim=1)
+        means = _mean_of_rows(rows, weights)
         largest = rows.view(torch.int64).amax(0).view(torch.float64)
-        values = torch.where(floats, means, largest)
+        values = torch.cat([weights.sum(0), torch.where(floats, means, largest)])
     result = dict(buffers)
-    parts = values.split([part.numel() for part in flat])
+    parts = values[1:].split([part.numel() for part in flat])
     for name, part, old in zip(names, parts, flat, strict=True):
         whole = (part if old.is_floating_point() else part.view(torch.int64)).to(old.dtype)
         if buffers[name].is_complex():
             whole = torch.view_as_complex(whole.view(-1, 2))
         result[name] = whole.view(buffers[name].shape)
     return result
+
+
+def _mean_of_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    """The mean over the ranks of an axis that have run; `weights` `[ranks, 1]` tell how many did.
+
+    Rows that do not count are filled with one that does, so that what is equal on all others stays
+    as it is, bit for bit.
+    """
+    first = rows[weights.argmax()]
+    rows = torch.where(weights > 0, rows, first)
+    plain = rows.mean(0)
+    weighted = (rows * (weights / weights.sum())).sum(0)
+    means = torch.where((weights == weights[0]).all(), plain, weighted)
+    return torch.where((rows != rows[0]).any(0), means, rows[0])
 
 
 def _as_numbers(buffer: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.buckets import Bucket
-from shardwise.sharding.compat import copy_all
-from shardwise.sharding.layout import Regroup
+from shardwise.sharding.compat import add_all, copy_all
+from shardwise.sharding.layout import Layout, Regroup
 from shardwise.sharding.movement import (
     Collective,
     Mover,
@@ -59,17 +59,19 @@ class BucketBuffers:
         self._source: Callable[[], Tensor | None] = lambda: None
         self._pending: Pending | None = None
         self._summing: Pending | None = None
+        self._scattered: tuple[Tensor, Pending | None] | None = None
         self._in_flight = 0
-        self._same_dtype = bucket.params.dtype == bucket.compute.dtype
         self.views: list[Tensor] = []
         self._full: Storage | None = None
         self._stack: Storage | None = None
         self._send: Storage | None = None
+        self._whole: Tensor | None = None  # unreduced gradients of earlier passes
+        self._sums: Tensor | None = None  # what all passes so far have landed
         if not bucket.in_place:
             self._full = Storage([bucket.compute.length], bucket.compute.dtype, device)
             self.views = [entry.view(self._full.tensor) for entry in bucket.compute.entries]
         if bucket.gather:
-            self._stack = Storage(bucket.gather.stack, bucket.compute.dtype, device)
+            self._stack = Storage(bucket.gather.stack, bucket.wire.dtype, device)
             self._out, self._in = self._copy_out(self._stack.tensor)
             self._stack.give_back()
         if self._full:
@@ -115,12 +117,14 @@ class BucketBuffers:
         finish(self._pending)
         self._in_flight += 1
         self._stack.take()
-        wire = self._flat if self._same_dtype else self._flat.to(self.bucket.compute.dtype)
+        wire = self._flat.to(self.bucket.wire.dtype)  # itself, if it has that dtype
         self._pending = gather(self._mover, wire, self._stack.tensor, items)
 
     def finish(self) -> None:
-        """Put the gathered values where the compute views show them."""
+        """Put the gathered values where the compute views show them, unless an earlier pass has."""
         if self._full is None or self._flat is None:
+            return
+        if self._full.is_taken if self._stack is None else self._in_flight == 0:
             return
         if self._stack is None:
             self._full.take()
@@ -149,45 +153,138 @@ class BucketBuffers:
         if self._full is not None:
             self._full.give_back()
 
-    def reset(self) -> None:
-        """Free everything, whatever the state; what is in flight must not write freed memory."""
+    def rest(self, *, keep: bool) -> None:
+        """End a pass, whatever its state; what is in flight must not write freed memory.
+
+        Args:
+            keep: leave the compute views full for the next pass.
+        """
         finish(self._pending)
         self._pending = None
         self.land()
         self._flat = None
         self._in_flight = 0
-        for storage in (self._full, self._stack, self._send):
+        for storage in (self._stack, self._send, None if keep else self._full):
             if storage is not None:
                 storage.give_back()
 
-    def reduce(self, grads: Sequence[Tensor | None], items: Sequence[Collective]) -> Tensor:
-        """Move whole, unreduced gradients to the landing layout; None counts as zero.
+    def reset(self) -> None:
+        """Free everything, gradients included."""
+        self.rest(keep=False)
+        self._whole = self._sums = None
 
-        The sum over the last axis that does not cut them may be in flight until `land`.
+    def reduce(
+        self, grads: Sequence[Tensor | None], items: Sequence[Collective], *, ends: bool
+    ) -> None:
+        """Add whole, unreduced gradients to those of earlier calls, and move them; None is zero.
+
+        Args:
+            grads: of the parameters in turn.
+            items: what moves at this call; the last of it may be in flight until `land`.
+            ends: whether this is the unit's last call in the step.
         """
         regroup = self.bucket.reduce
+        scatters = 0
         if regroup is None or self._send is None:
-            landed = self._pack_whole(grads)
-            scatters = 0
-        else:
+            self._sums = self._add_whole(self._sums, grads)
+        elif not self.bucket.keeps_whole:
+            self._scatter(regroup, grads, items)
             scatters = len(regroup.axes)
-            self._send.take()
-            self._pack_parts(regroup, grads)
-            landed = scatter(self._mover, self._send.tensor, items[:scatters])
-            self._send.give_back()
+        else:
+            self._whole = self._add_whole(self._whole, grads)
+            if ends:
+                self._scatter(regroup, self._take_whole(), items)
+                scatters = len(regroup.axes)
         for item in items[scatters:]:
             self.land()
-            self._summing = self._mover.all_reduce(landed, item)
-        return landed
+            self._sum_over(item)
+
+    def _sum_over(self, item: Collective) -> None:
+        """Add up the landed gradients of replicas."""
+        sums, layout = self._sums, self.bucket.reduced
+        assert sums is not None
+        assert layout is not None
+        if sums.dtype == layout.dtype:
+            self._summing = self._mover.all_reduce(sums, item)
+            return
+        # At once: a copy in the dtype of the wire would rest for as long as it is in flight.
+        wire = sums.to(layout.dtype)
+        finish(self._mover.all_reduce(wire, item))
+        sums.copy_(wire)
 
     def land(self) -> None:
         """Have the gradients that were last reduced arrive."""
+        self.collect()
         finish(self._summing)
         self._summing = None
 
-    def _pack_whole(self, grads: Sequence[Tensor | None]) -> Tensor:
-        layout = self.bucket.landing
+    def collect(self) -> None:
+        """Have a reduce-scatter arrive, and free what it was sent from."""
+        if self._scattered is None or self._send is None:
+            return
+        (part, pending), self._scattered = self._scattered, None
+        finish(pending)
+        self._send.give_back()
+        self._land(part)
+
+    def take_landed(self) -> Tensor:
+        """The landed gradients of all calls, which this no longer holds; zeros without a call.
+
+        They are in the dtype that they were added up in.
+        """
+        self.land()
+        sums, self._sums = self._sums, None
+        layout = self.bucket.sums
         assert layout is not None
+        if sums is None:
+            return torch.zeros(layout.length, dtype=layout.dtype, device=self._device)
+        return sums
+
+    def _land(self, part: Tensor) -> None:
+        assert self.bucket.sums is not None
+        if self._sums is None:
+            self._sums = part.to(self.bucket.sums.dtype)
+        else:
+            self._sums.add_(part)
+
+    def _scatter(
+        self, regroup: Regroup, grads: Sequence[Tensor | None], items: Sequence[Collective]
+    ) -> None:
+        """Sum and cut whole gradients; they may be in flight until `collect`."""
+        assert self._send is not None
+        self.collect()
+        self._send.take()
+        self._pack_parts(regroup, grads)
+        del grads  # those that were kept whole have no other holder: freed before they move
+        self._scattered = scatter(self._mover, self._send.tensor, items[: len(regroup.axes)])
+        if self._scattered[1] is None or not self.bucket.in_place:
+            self.collect()  # gathered weights need the room; see `memory.flies`
+
+    @property
+    def _whole_layout(self) -> Layout:
+        """Whole gradients in the dtype that they are added up in."""
+        sums, compute = self.bucket.sums, self.bucket.compute
+        assert sums is not None
+        return compute.cast(sums.dtype) if sums.axes else sums
+
+    def _take_whole(self) -> list[Tensor]:
+        """Views of the kept gradients, which this no longer holds."""
+        whole, self._whole = self._whole, None
+        assert whole is not None
+        return [entry.view(whole) for entry in self._whole_layout.entries]
+
+    def _add_whole(self, sums: Tensor | None, grads: Sequence[Tensor | None]) -> Tensor:
+        """Whole gradients in one flat tensor, added to what is there already."""
+        if sums is None:
+            return self._pack_whole(grads)
+        entries = zip(self._whole_layout.entries, grads, strict=True)
+        pairs = [(entry.view(sums), grad) for entry, grad in entries if grad is not None]
+        if pairs:
+            add_all([mine for mine, _ in pairs], [grad for _, grad in pairs])
+        return sums
+
+    def _pack_whole(self, grads: Sequence[Tensor | None]) -> Tensor:
+        layout = self._whole_layout
         flat = torch.empty(layout.length, dtype=layout.dtype, device=self._device)
         targets: list[Tensor] = []
         sources: list[Tensor] = []

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.sharding.compat import FakeTensor, TorchDispatchMode
+from shardwise.sharding.compat import FakeTensor, TorchDispatchMode, storage_key
 from shardwise.sharding.errors import ImplicitCommError, UnitError
 from shardwise.sharding.movement import Mover
-from shardwise.transforms.unit_runtime import UnitRuntime, place
+from shardwise.transforms.outputs import place
+from shardwise.transforms.unit_runtime import UnitRuntime
 
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
@@ -71,12 +72,15 @@ class _Saved:
 
 
 def _pack(units: Mapping[str, UnitRuntime]) -> Any:
+    owners: dict[int, str] = {}
+
     def pack(tensor: Tensor) -> Any:
-        pointer = place(tensor)
-        for unit in units.values():
-            if pointer and pointer in unit.storage_pointers:
-                return _Saved(tensor.detach(), unit.name)
-        return tensor
+        if not place(tensor):
+            return tensor
+        if not owners:  # by now the units have loaded the weights of this step
+            owners.update((key, unit.name) for unit in units.values() for key in unit.storage_keys)
+        owner = owners.get(storage_key(tensor))
+        return tensor if owner is None else _Saved(tensor.detach(), owner)
 
     return pack
 
@@ -98,8 +102,8 @@ def _unpack(saved: Any) -> Tensor:
     )
 
 
-def refuse_reentrant(loss: Tensor) -> None:
-    """Refuse `torch.utils.checkpoint(use_reentrant=True)` anywhere in the graph of the loss.
+def refuse_reentrant(losses: Sequence[Tensor]) -> None:
+    """Refuse `torch.utils.checkpoint(use_reentrant=True)` anywhere in the graph of the loss terms.
 
     Its backward runs a pass of its own that accumulates into `.grad`, where no step looks.
 
@@ -107,7 +111,7 @@ def refuse_reentrant(loss: Tensor) -> None:
         UnitError: the graph holds such a checkpoint.
     """
     seen: set[Any] = set()
-    waiting = [loss.grad_fn]
+    waiting = [loss.grad_fn for loss in losses]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

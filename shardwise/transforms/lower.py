@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,11 +16,15 @@ from shardwise.sharding.functional import make_template
 from shardwise.sharding.movement import payload_bytes
 from shardwise.sharding.plan import Plan
 from shardwise.transforms.binding import Stage
-from shardwise.transforms.buffer_sync import find_buffers
+from shardwise.transforms.buffer_sync import bind_buffers, find_buffers, read_buffers
+from shardwise.transforms.casts import cast_buffers
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.memory import Memory, predict_memory
+from shardwise.transforms.micro import first_micro
 from shardwise.transforms.order import registration_order
+from shardwise.transforms.precision import warn_of_lost_updates
 from shardwise.transforms.program import Program, bind
+from shardwise.transforms.regions import Region
 from shardwise.transforms.trace import LossFunction, trace
 
 
@@ -45,16 +50,35 @@ class Lowered(Lowering):
             number, nbytes = totals.get(key, (0, 0))
             totals[key] = (number + 1, nbytes + item.nbytes)
         lines += [
-            f"  {reason:<9}{kind:<15}{axis:<8}x{number:<5}{nbytes:>16,} B"
+            f"  {reason:<10}{kind:<15}{axis:<8}x{number:<5}{nbytes:>16,} B"
             for (reason, kind, axis), (number, nbytes) in totals.items()
         ]
         lines.append(str(self.memory()))
         if self.forward_flops is not None:
-            lines.append(f"forward pass of one rank: {self.forward_flops:,} flops")
+            part = "rank" if self.plan.accumulation.steps == 1 else "micro-batch"
+            lines.append(f"forward pass of one {part}: {self.forward_flops:,} flops")
+        lines += [self._remat_text()] if self.plan.remat else []
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
-    def bind(self, *, device: torch.device | str | None = None, debug: bool = False) -> Program:
+    def _remat_text(self) -> str:
+        """What remat gives, and what it takes."""
+        cost, with_remat, flops = self.recomputation, self.activation_bytes, self.forward_flops
+        if cost is None or with_remat is None or flops is None:
+            return "remat: its bytes and flops are unknown (no batch given, or see the notes)"
+        share = f" (+{cost.flops / (3 * flops):.0%} of a step)" if flops else ""
+        return (
+            f"remat: activations {cost.plain_bytes:,} B -> {with_remat:,} B, and up to "
+            f"{cost.peak_bytes:,} B while recomputing, for {cost.flops:,} flops{share}"
+        )
+
+    def bind(
+        self,
+        *,
+        device: torch.device | str | None = None,
+        debug: bool = False,
+        timeout: float | None = None,
+    ) -> Program:
         """A `Program` on this job's devices.
 
         Inside `simulate(mesh)` all ranks live in this process. Else an initialised process group is
@@ -65,12 +89,16 @@ class Lowered(Lowering):
             device: default: this rank's CUDA device if there is one, else the CPU.
             debug: check in every step what is otherwise checked in the first: that no tensor keeps
                 weights behind the engine's back, that nothing else communicates, and that batches
-                have one structure. Costs about the host time of the step again.
+                have one structure; and in every call that ranks make the same call, run the same
+                collectives and report the same. Costs about the host time of the step again.
+            timeout: seconds that a collective may wait for the other ranks before it is an error;
+                default SHARDWISE_TIMEOUT_SECONDS, else 600, or that of the group that exists.
 
         Raises:
+            LaunchError: the job cannot be joined, or a timeout that is no time.
             MeshError: the mesh does not multiply to the number of ranks.
         """
-        return bind(self, device=device, debug=debug)
+        return bind(self, device=device, debug=debug, timeout=timeout)
 
 
 @strict_keywords
@@ -81,19 +109,27 @@ def lower(
     *,
     batch: Any = None,
     module: nn.Module | None = None,
+    count_fn: Callable[[Any], Mapping[str, Any]] | None = None,
+    grad_norm: bool = False,
 ) -> Lowered:
     """Work out what a step of this plan runs, moves and holds. No process group, no device.
 
     Args:
         plan: from `plan(...)`.
-        loss_fn: `loss_fn(model, batch)`; returns a scalar or a `Mean`, optionally with metrics.
+        loss_fn: `loss_fn(model, batch)`; returns a scalar, a `Mean`, or a dict of `Mean`s that are
+            the terms of the loss, optionally in a tuple with a dict of metrics.
         optimizer: a gradient transform.
         batch: one rank's batch (or `like(shape, dtype)` leaves) to trace the order of units;
             without it units are taken in registration order until the first step.
         module: the module, for a plan that was read from JSON.
+        count_fn: `count_fn(batch) -> {term: count}`, what the loss counts, without running the
+            model; needed for a loss of several terms under `accumulate(n)`.
+        grad_norm: report the 2-norm of the gradient in every step's metrics, also if the optimizer
+            does not clip; 8 bytes per distinct set of mesh axes in one packed reduction.
 
     Raises:
-        LowerError: the module is missing or another one, or the optimizer is none of ours.
+        LowerError: the module is missing or another one, the optimizer is none of ours, or several
+            terms over several micro-batches have no `count_fn`.
         PatternError: a pattern of the optimizer matches no trainable parameter.
     """
     module = module if module is not None else plan.module
@@ -105,16 +141,21 @@ def lower(
             fix="lower(plan, loss_fn, optimizer, module=model)",
         )
     _check_optimizer(optimizer)
+    warn_of_lost_updates(plan, stacklevel=4)
     shapes = {info.path: info.shape for info in plan.infos if info.trainable}
     buckets = make_buckets(plan, parts_of(optimizer, shapes))
     events = registration_order(plan, buckets)
-    lowered = Lowered(plan, loss_fn, optimizer, module, buckets, events)
+    about: dict[str, Any] = {"count_fn": count_fn, "grad_norm": grad_norm}
+    lowered = Lowered(plan, loss_fn, optimizer, module, buckets, events, **about)
     if batch is None:
         return lowered
     device = torch.device("cpu")
-    stage = Stage(make_template(module, plan.infos, device), plan.units, _Nobody())
+    template, precision = make_template(module, plan.infos, device), plan.precision
+    stage = Stage(template, plan.units, _Nobody(), plan.remat, precision.casts)
     sites = find_buffers(stage.template.module)
-    seen = trace(plan, stage, loss_fn, batch, buffers=sites, device=device, staying=lowered.staying)
+    bind_buffers(sites, cast_buffers(read_buffers(sites), precision.buffers), ())
+    micro = first_micro(batch, plan.accumulation.steps)
+    seen = trace(plan, stage, loss_fn, micro, buffers=sites, device=device, staying=lowered.staying)
     return cast(Lowered, lowered.with_trace(seen, seen.events))
 
 
@@ -131,6 +172,10 @@ class _Nobody:
     def resolve(self, path: str, unit: str) -> Any:
         """There is no value."""
         raise LowerError(f"Parameter {path!r} is read while nothing runs.")
+
+    def run(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module itself."""
+        return region.forward(*args, **kwargs)
 
 
 def _check_optimizer(optimizer: Any) -> None:

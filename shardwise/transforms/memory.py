@@ -6,7 +6,8 @@ compute buffer and gather stack of a unit at its entry, its whole gradients whil
 the send stack while it reduces, and the landed gradients that fill up as backward proceeds. The
 transient is the peak of all that less `grads`, where landed gradients are listed; it is below the
 largest sum of buffers whenever the peak comes before the last gradient has landed. Activations are
-the model's own and not counted.
+the model's own and not counted. What a step of several passes keeps between them is part of the
+transient, and listed by itself.
 """
 
 from __future__ import annotations
@@ -14,17 +15,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
-from shardwise.sharding.buckets import Bucket, Route
+from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.pytree import tree_leaves
-from shardwise.sharding.transport import all_reduce_scratch_bytes, scratch_bytes
+from shardwise.sharding.transport import (
+    all_reduce_scratch_bytes,
+    scratch_bytes,
+    stays_in_flight,
+)
 from shardwise.transforms.lowering import Lowering
-from shardwise.transforms.order import Action, Walk
-from shardwise.transforms.stepping import Stepping
+from shardwise.transforms.order import Action, Schedule, Walk
+from shardwise.transforms.update_memory import update_peak
+
+_DISTINCT = 3
+"""Passes that may differ in what they hold."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,12 @@ class Memory:
         buffers: the module's buffers.
         padding: how much of the above holds no element (alignment and uneven blocks).
         transient: peak of a step beyond rest and `grads`, without activations.
-        activations: what the forward pass of one rank's batch saves; None while unknown.
+        activations: what the forward pass of one rank's batch, or micro-batch, saves; None while
+            unknown.
+        recompute: what the largest recomputation of a module makes in backward, beside
+            `activations`; 0 without remat, None while unknown.
+        kept_grads: of the transient, whole gradients that are kept from pass to pass.
+        kept_weights: of the transient, gathered weights that are kept likewise.
         kind: memory kind.
     """
 
@@ -51,6 +65,9 @@ class Memory:
     padding: int
     transient: int
     activations: int | None = None
+    recompute: int | None = None
+    kept_grads: int = 0
+    kept_weights: int = 0
     kind: str = "device"
 
     @property
@@ -65,10 +82,21 @@ class Memory:
 
     def __str__(self) -> str:
         activations = "unknown" if self.activations is None else f"{self.activations:,} B"
+        kept = [
+            f"{words} {nbytes:,} B"
+            for words, nbytes in (
+                ("whole gradients", self.kept_grads),
+                ("gathered weights", self.kept_weights),
+            )
+            if nbytes
+        ]
+        between = f" (kept between passes: {', '.join(kept)})" if kept else ""
         return (
             f"memory per rank ({self.kind}): rest {self.rest_bytes:,} B (params {self.params:,}, "
             f"master {self.master:,}, opt {self.opt:,}, buffers {self.buffers:,}), "
-            f"grads {self.grads:,} B, transient {self.transient:,} B, activations {activations}"
+            f"grads {self.grads:,} B, transient {self.transient:,} B{between}, "
+            f"activations {activations}"
+            + (f" and {self.recompute:,} B while recomputing" if self.recompute else "")
         )
 
 
@@ -86,13 +114,20 @@ def predict_memory(lowering: Lowering) -> Memory:
         grads=grads,
         buffers=_buffer_bytes(lowering),
         padding=sum(_padding(lowering, b, per_element) for b in buckets),
-        transient=max(_passes_peak(lowering) - grads, _update_peak(lowering)),
+        transient=max(_passes_peak(lowering) - grads, update_peak(lowering)),
         activations=lowering.activation_bytes,
+        recompute=lowering.recomputation.peak_bytes if lowering.recomputation else None,
+        kept_grads=sum(whole_bytes(b) for b in buckets),
+        kept_weights=sum(full_bytes(b) for b in buckets) if lowering.schedule.keeps else 0,
     )
 
 
 def _buffer_bytes(lowering: Lowering) -> int:
-    return sum(buffer.nbytes for buffer in lowering.module.buffers())
+    dtypes = lowering.plan.precision.buffers
+    return sum(
+        buffer.numel() * getattr(torch, dtypes[name]).itemsize if name in dtypes else buffer.nbytes
+        for name, buffer in lowering.module.named_buffers()
+    )
 
 
 def _state_bytes_per_element(leaves: list[object], buckets: Sequence[Bucket]) -> int:
@@ -158,136 +193,163 @@ def grad_bytes(bucket: Bucket) -> int:
 
 
 def landing_bytes(bucket: Bucket) -> int:
-    """Reduced gradients; 0 for a frozen bucket."""
-    return bucket.landing.nbytes if bucket.landing else 0
+    """Reduced gradients, as the passes of a step add them up; 0 for a frozen bucket."""
+    return bucket.sums.nbytes if bucket.sums else 0
 
 
 def scatter_bytes(bucket: Bucket) -> int:
     """A reduce-scatter at its peak: send stack, parts between axes, scratch, and the result."""
-    if bucket.reduce is None or bucket.landing is None:
+    if bucket.reduce is None or bucket.reduced is None:
         return landing_bytes(bucket)
-    held = whole = bucket.landing.nbytes * bucket.reduce.parts
+    held = whole = bucket.reduced.nbytes * bucket.reduce.parts
     peak = 0
     for size in bucket.reduce.stack[:-1]:
         scratch = scratch_bytes(whole, size)
         whole //= size
         held += whole
         peak = max(peak, held + scratch)
-    return peak
+    return max(peak, bucket.reduced.nbytes + landing_bytes(bucket))
+
+
+def flies(bucket: Bucket) -> bool:
+    """Whether a reduce-scatter is in flight until another unit reduces.
+
+    Where modules read the home itself, what it holds meanwhile takes the room that gathered weights
+    would take; where weights are gathered, it would come on top.
+    """
+    if bucket.reduce is None or bucket.reduced is None or not bucket.in_place:
+        return False
+    several = len(bucket.reduce.axes) > 1
+    return not several and stays_in_flight(bucket.reduced.nbytes * bucket.reduce.parts)
 
 
 def _sum_bytes(bucket: Bucket, mesh: Mesh) -> int:
-    """Beside the landed gradients, while replicas are summed."""
-    if bucket.landing is None or not bucket.sum_axes:
+    """Beside the landed gradients, while replicas are summed: a cast and scratch."""
+    if bucket.reduced is None or bucket.sums is None or not bucket.sum_axes:
         return 0
-    nbytes = bucket.landing.nbytes
-    return max(all_reduce_scratch_bytes(nbytes, mesh[axis]) for axis in bucket.sum_axes)
+    nbytes = bucket.reduced.nbytes
+    cast = nbytes if bucket.reduced.dtype != bucket.sums.dtype else 0
+    return cast + max(all_reduce_scratch_bytes(nbytes, mesh[axis]) for axis in bucket.sum_axes)
+
+
+def whole_bytes(bucket: Bucket) -> int:
+    """Whole gradients that the passes of a step add up, if they do."""
+    if bucket.sums is None or not bucket.keeps_whole:
+        return 0
+    return bucket.compute.cast(bucket.sums.dtype).nbytes
+
+
+def _send_bytes(bucket: Bucket) -> int:
+    """What gradients are packed into before they are scattered."""
+    if bucket.reduce is None or bucket.reduced is None:
+        return 0
+    return bucket.reduced.nbytes * bucket.reduce.parts
 
 
 def _passes_peak(lowering: Lowering) -> int:
     """Peak of forward and backward, landed gradients included."""
-    level = _Level()
-    buckets = lowering.buckets
-    schedule = lowering.schedule
+    walk = _StepWalk(lowering)
+    schedules = lowering.schedules
+    # The passes between the first two and the last one are alike, and leave what they found.
+    for schedule in schedules if len(schedules) <= _DISTINCT else (*schedules[:2], schedules[-1]):
+        walk.forward(schedule)
+        walk.backward(schedule)
+    walk.rest()
+    return walk.level.peak
 
-    def start(action: Action) -> None:
-        for bucket in buckets[action.event.unit]:
-            level.add(stack_bytes(bucket) + issue_bytes(bucket))
-            level.remove(issue_bytes(bucket))
 
-    def fill(unit: str) -> None:
-        for bucket in buckets[unit]:
-            level.add(full_bytes(bucket))
-            level.remove(stack_bytes(bucket))
+class _StepWalk:
+    """What the engine takes and gives back in the passes of one step."""
 
-    def empty(unit: str) -> None:
-        level.remove(sum(full_bytes(b) for b in buckets[unit]))
+    def __init__(self, lowering: Lowering) -> None:
+        self.level = _Level()
+        self._buckets = lowering.buckets
+        self._staying = lowering.staying
+        self._mesh = lowering.plan.mesh
+        self._held: set[str] = set()  # buckets with gradients of an earlier call
+        self._flying: dict[str, int] = {}  # bytes that landing frees, by bucket
 
-    def stays(unit: str) -> bool:
-        return unit in lowering.staying
+    def forward(self, schedule: Schedule) -> None:
+        """Fill units as they are entered, empty them as they are left."""
+        walk = Walk(schedule.forward, schedule.prefetch, self._start)
+        for index, action in enumerate(schedule.forward):
+            walk.meet(index)
+            unit = action.event.unit
+            if action.kind == "gather":
+                self._fill(unit)
+            elif action.event.kind == "leave" and unit not in self._staying:
+                self._empty(unit)
 
-    walk = Walk(schedule.forward, schedule.prefetch, start)
-    for index, action in enumerate(schedule.forward):
-        walk.meet(index)
-        if action.kind == "gather":
-            fill(action.event.unit)
-        elif not stays(action.event.unit):
-            empty(action.event.unit)
-    landed: set[str] = set()
-    walk = Walk(schedule.backward, schedule.prefetch, start)
-    for index, action in enumerate(schedule.backward):
-        walk.meet(index)
-        unit = action.event.unit
-        if action.kind == "gather":
-            fill(unit)
-            continue
-        level.add(sum(grad_bytes(b) for b in buckets[unit]))
-        if action.event.grad or stays(unit):
-            empty(unit)
-        for bucket in buckets[unit]:
+    def backward(self, schedule: Schedule) -> None:
+        """Fill units again, empty them, add and move their gradients."""
+        walk = Walk(schedule.backward, schedule.prefetch, self._start)
+        for index, action in enumerate(schedule.backward):
+            walk.meet(index)
+            unit = action.event.unit
+            if action.kind == "gather":
+                self._fill(unit)
+                continue
+            if action.kind == "none":  # the end of a unit in a recomputation around it
+                self._empty(unit)
+                continue
+            self.level.add(sum(grad_bytes(b) for b in self._buckets[unit]))
+            if not schedule.keeps and (action.event.grad or unit in self._staying):
+                self._empty(unit)
+            if action.event.grad:
+                self._land()
+                for bucket in self._buckets[unit]:
+                    self._reduce(bucket, ends=action.ends)
+            self.level.remove(sum(grad_bytes(b) for b in self._buckets[unit]))
+        self._land()
+
+    def _land(self) -> None:
+        """What is in flight arrives."""
+        self.level.remove(sum(self._flying.values()))
+        self._flying = {}
+
+    def rest(self) -> None:
+        """Bring the landed gradients to the dtype of their home, bucket by bucket."""
+        for bucket in chain.from_iterable(self._buckets.values()):
+            if bucket.sums and bucket.landing and bucket.sums.dtype != bucket.landing.dtype:
+                self.level.add(bucket.landing.nbytes)
+                self.level.remove(bucket.sums.nbytes)
+
+    def _start(self, action: Action) -> None:
+        for bucket in self._buckets[action.event.unit]:
+            self.level.add(stack_bytes(bucket) + issue_bytes(bucket))
+            self.level.remove(issue_bytes(bucket))
+
+    def _fill(self, unit: str) -> None:
+        for bucket in self._buckets[unit]:
+            self.level.add(full_bytes(bucket))
+            self.level.remove(stack_bytes(bucket))
+
+    def _empty(self, unit: str) -> None:
+        self.level.remove(sum(full_bytes(b) for b in self._buckets[unit]))
+
+    def _reduce(self, bucket: Bucket, *, ends: bool) -> None:
+        level, before = self.level, bucket.name in self._held
+        self._held.add(bucket.name)
+        if bucket.keeps_whole:
+            level.add(0 if before else whole_bytes(bucket))
+            if not ends:
+                return
+            # The whole gradients are freed once they are packed, before they move.
+            level.add(_send_bytes(bucket))
+            level.remove(whole_bytes(bucket))
+            level.add(scatter_bytes(bucket) - _send_bytes(bucket))
+            self._scattered(bucket, scatter_bytes(bucket) - landing_bytes(bucket), ends=ends)
+        elif bucket.reduce is not None or not before:
             level.add(scatter_bytes(bucket))
-            level.remove(scatter_bytes(bucket) - landing_bytes(bucket))
-            level.add(_sum_bytes(bucket, lowering.plan.mesh))
-            level.remove(_sum_bytes(bucket, lowering.plan.mesh))
-            if unit in landed:  # of an earlier call; the engine adds the two
-                level.remove(landing_bytes(bucket))
-        landed.add(unit)
-        level.remove(sum(grad_bytes(b) for b in buckets[unit]))
-    return level.peak
+            left = 0 if before else landing_bytes(bucket)
+            self._scattered(bucket, scatter_bytes(bucket) - left, ends=ends)
+        if ends:
+            level.add(_sum_bytes(bucket, self._mesh))
+            level.remove(_sum_bytes(bucket, self._mesh))
 
-
-def _update_peak(lowering: Lowering) -> int:
-    """Peak of the update.
-
-    Gradients and weights that are not in the `opt` home are brought there first and held until the
-    end; beside them there is one movement or one optimizer group at a time.
-    """
-    held = peak = 0
-    for bucket in lowering.all_buckets:
-        if bucket.name not in lowering.routes or bucket.opt is None:
-            continue
-        grads, params, _ = lowering.routes[bucket.name]
-        if grads.gather or grads.cut or grads.source.dtype != bucket.opt.dtype:
-            held += bucket.opt.nbytes
-            peak = max(peak, held + _route_bytes(grads))
-        if params.cut and not bucket.has_master:
-            held += bucket.opt.nbytes
-    peak = max(peak, held + _whole_bytes(lowering.stepping))
-    for bucket in lowering.all_buckets:
-        if bucket.name in lowering.routes and bucket.opt is not None:
-            group = _group_bytes(bucket.opt) if "norm" in lowering.optimizer.needs else 0
-            back = _route_bytes(lowering.routes[bucket.name][2])
-            peak = max(peak, held + max(group, back))
-    return max(peak, held)
-
-
-def _whole_bytes(stepping: Stepping) -> int:
-    """The largest call's whole tensors, the last of them with what its gather takes.
-
-    What a transform takes beside them is its own and not counted.
-    """
-    peak = 0
-    for call in stepping.calls:
-        held = 0
-        for group, route in stepping.gathers:
-            if group in call:
-                peak = max(peak, held + route.target.nbytes + _route_bytes(route))
-                held += route.target.nbytes
-    return peak
-
-
-def _group_bytes(group: Layout) -> int:
-    """One group scaled, or its float64 copy: on the CPU that is how torch takes a norm in it."""
-    copy = group.length * torch.float64.itemsize if group.dtype != torch.float64 else 0
-    return max(group.nbytes, copy)
-
-
-def _route_bytes(route: Route) -> int:
-    """What a movement takes beside its source and target."""
-    if route.gather is None:
-        return 0
-    middle = route.middle.nbytes if route.cut else 0
-    axes = route.gather.outer_first
-    stack = route.source.nbytes * route.gather.parts
-    partial = stack // route.gather.stack[0] if len(axes) > 1 else 0
-    return stack + partial + middle
+    def _scattered(self, bucket: Bucket, freed: int, *, ends: bool) -> None:
+        """A reduce-scatter is under way; `freed` goes when it has landed."""
+        if flies(bucket) and not (ends and bucket.sum_axes):
+            self._flying[bucket.name] = freed
+        else:
+            self.level.remove(freed)

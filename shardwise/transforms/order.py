@@ -3,30 +3,49 @@
 [Note: the order is a list]
 `Event`s list every enter and leave of one forward pass. Backward meets the same events in reverse:
 autograd runs ready nodes latest-created first, so the unit entered last is left first. Hence one
-list gives every collective of a step before it runs, and a `Cursor` that walks it lets any rank
-join in: a unit that this rank skips is gathered and dropped when its turn comes.
+list gives every collective of a step before it runs, and a `Walk` along it lets any rank join in: a
+unit that this rank skips is gathered and dropped when its turn comes.
+
+[Note: passes]
+A step of n micro-batches meets these events n times: in its first pass, its middle ones and its
+last. They differ in what moves. Weights that stay for the whole step are gathered in the first pass
+only. A gradient that is cut after every pass is scattered and added to its shard; one that is kept
+whole until the end moves in the last pass only. What replicas have is summed in the last pass in
+any case, at the last call of each unit, since waiting takes no memory. A rank without a micro-batch
+for some pass walks through that pass all the same, with zeros.
+
+[Note: recomputation in the list]
+Backward reaches a recomputed module at what it returned, before all units inside of it, and runs
+its forward again: units inside that are not open are gathered once more, in the order of forward.
+So each event names the calls of recomputed modules around it, outermost first, and backward begins
+a call's part with its recomputation. A unit that is recomputed itself needs nothing: its own gather
+in backward comes first.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.modules import ROOT
 from shardwise.sharding.movement import Collective, gather_items, reduce_items, scatter_items
 from shardwise.sharding.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A unit is entered or left; `grad` tells whether backward passes through this call."""
+    """A unit is entered or left; `grad` tells whether backward passes through this call.
+
+    `regions` are the calls of recomputed modules around it; see [Note: recomputation in the list].
+    """
 
     kind: str
     unit: str
     grad: bool = True
+    regions: tuple[str, ...] = ()
 
     @property
     def is_enter(self) -> bool:
@@ -39,19 +58,25 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What one event does on the wire; `items` holds the collectives of each bucket in turn."""
+    """What one event does on the wire; `items` holds the collectives of each bucket in turn.
+
+    `kind` is `gather`, `reduce` or `none`. `ends` marks the last reduction of a unit in a step.
+    """
 
     event: Event
     kind: str
     items: tuple[tuple[Collective, ...], ...]
+    ends: bool = False
 
 
 def stays_open(plan: Plan, buckets: Mapping[str, Sequence[Bucket]]) -> frozenset[str]:
     """Units that are entered once and stay bound until their backward: nothing would be emptied.
 
     These are the root and its children, units that the plan keeps gathered, and units whose modules
-    read the `params` home itself.
+    read the `params` home itself; all of them if weights stay for the whole step.
     """
+    if plan.accumulation.gather == "step":
+        return frozenset(unit.name for unit in plan.units)
     return frozenset(
         unit.name
         for unit in plan.units
@@ -68,49 +93,68 @@ def registration_order(plan: Plan, buckets: Mapping[str, Sequence[Bucket]]) -> t
     trainable_before = False
     grads: dict[str, bool] = {}
     staying = stays_open(plan, buckets)
+    regions = {unit.name: _regions_around(plan, unit.name) for unit in plan.units}
 
     def close(until: str) -> None:
         while open_units and not until.startswith(open_units[-1] + "."):
             unit = open_units.pop()
-            events.append(Event("leave", unit, grads[unit]))
+            events.append(Event("leave", unit, grads[unit], regions[unit]))
 
     for unit in plan.units:
         trainable_before |= any(bucket.trainable for bucket in buckets[unit.name])
         grads[unit.name] = trainable_before
         close(unit.name)
-        events.append(Event("enter", unit.name, trainable_before))
+        events.append(Event("enter", unit.name, trainable_before, regions[unit.name]))
         if unit.name not in staying:
             open_units.append(unit.name)
     close("")
-    return tuple(events)
+    trained = {region for event in events if event.grad for region in event.regions}
+    return tuple(
+        replace(event, regions=tuple(region for region in event.regions if region in trained))
+        for event in events
+    )
+
+
+def call_of(module: str, number: int = 0) -> str:
+    """The name of one call of a recomputed module in a pass.
+
+    >>> call_of("model.layers")
+    'model.layers call 0'
+    """
+    return f"{module} call {number}"
+
+
+def _regions_around(plan: Plan, unit: str) -> tuple[str, ...]:
+    """First calls of the recomputed modules that a unit lies in."""
+    inside = [path for path in plan.remat if unit != path and (f"{unit}.").startswith(f"{path}.")]
+    root = [ROOT] if ROOT in plan.remat and unit != ROOT else []
+    return tuple(call_of(path) for path in [*root, *(path for path in inside if path != ROOT)])
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """All actions of a forward and a backward pass, in the order in which they are met."""
+    """All actions of a forward and a backward pass, in the order in which they are met.
+
+    `keeps` tells that weights stay full for the next pass; see [Note: passes].
+    """
 
     events: tuple[Event, ...]
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
     prefetch: int
+    keeps: bool = False
 
     @cached_property
-    def repeated(self) -> frozenset[str]:
-        """Units that are entered more than once."""
-        entered = Counter(event.unit for event in self.events if event.is_enter)
-        return frozenset(unit for unit, times in entered.items() if times > 1)
-
-    @property
     def items(self) -> tuple[Collective, ...]:
         """Collectives of both passes."""
         return self.forward_items + self.backward_items
 
-    @property
+    @cached_property
     def forward_items(self) -> tuple[Collective, ...]:
         """Collectives of the forward pass, in the order in which they are issued."""
         return issue_order(self.forward, self.prefetch)
 
-    @property
+    @cached_property
     def backward_items(self) -> tuple[Collective, ...]:
         """Collectives of the backward pass, in the order in which they are issued."""
         return issue_order(self.backward, self.prefetch)
@@ -171,26 +215,73 @@ def issue_order(actions: Sequence[Action], prefetch: int) -> tuple[Collective, .
     return tuple(issued)
 
 
-def make_schedule(
+def make_schedules(
     plan: Plan, buckets: Mapping[str, Sequence[Bucket]], events: Sequence[Event]
+) -> tuple[Schedule, ...]:
+    """Derive what every event moves, in each pass of a step."""
+    steps = plan.accumulation.steps
+    if steps == 1:
+        return (_schedule(plan, buckets, events, first=True, last=True),)
+    first = _schedule(plan, buckets, events, first=True, last=False)
+    middle = _schedule(plan, buckets, events, first=False, last=False)
+    last = _schedule(plan, buckets, events, first=False, last=True)
+    return (first, *[middle] * (steps - 2), last)
+
+
+def _schedule(
+    plan: Plan,
+    buckets: Mapping[str, Sequence[Bucket]],
+    events: Sequence[Event],
+    *,
+    first: bool,
+    last: bool,
 ) -> Schedule:
-    """Derive what every event moves."""
+    stay = plan.accumulation.gather == "step"
     forward = tuple(
         Action(event, "gather", gathers(buckets[event.unit], event.unit, "forward"))
-        if event.kind == "enter"
+        if event.kind == "enter" and (first or not stay)
         else Action(event, "none", ())
         for event in events
     )
-    backward = []
-    for event in reversed(events):
+    # Backward goes through events in reverse, so a unit's last reduction is that of its first call.
+    firsts: dict[str, int] = {}
+    for index, event in enumerate(events):
+        if event.is_enter and event.grad:
+            firsts.setdefault(event.unit, index)
+    backward: list[Action] = []
+    recomputed: set[str] = set()
+    for index, event in reversed(list(enumerate(events))):
         members = buckets[event.unit]
-        if event.kind == "enter":
-            reduces = reductions(members, plan.mesh, event.unit) if event.grad else ()
-            backward.append(Action(event, "reduce", reduces))
+        for region in event.regions:
+            if region not in recomputed:
+                recomputed.add(region)
+                backward += _recomputation(plan, buckets, events, region)
+        if event.is_enter:
+            ends = last and firsts.get(event.unit) == index
+            reduces = reductions(members, plan.mesh, event.unit, ends=ends) if event.grad else ()
+            backward.append(Action(event, "reduce", reduces, ends))
         elif event.grad:
             items = gathers(members, event.unit, "backward")
             backward.append(Action(event, "gather", items))
-    return Schedule(tuple(events), forward, tuple(backward), plan.prefetch)
+    keeps = stay and not last
+    return Schedule(tuple(events), forward, tuple(backward), plan.prefetch, keeps)
+
+
+def _recomputation(
+    plan: Plan, buckets: Mapping[str, Sequence[Bucket]], events: Sequence[Event], region: str
+) -> list[Action]:
+    """What the recomputation of one call moves: the units inside that do not stay open."""
+    staying = stays_open(plan, buckets)
+    actions: list[Action] = []
+    for event in events:
+        if region not in event.regions or event.unit in staying:
+            continue
+        if event.is_enter:
+            items = gathers(buckets[event.unit], event.unit, "recompute")
+            actions.append(Action(Event("recompute", event.unit), "gather", items))
+        else:
+            actions.append(Action(Event("recomputed", event.unit), "none", ()))
+    return actions
 
 
 def gathers(
@@ -201,15 +292,23 @@ def gathers(
 
 
 def reductions(
-    buckets: Sequence[Bucket], mesh: Mesh, unit: str
+    buckets: Sequence[Bucket], mesh: Mesh, unit: str, *, ends: bool = True
 ) -> tuple[tuple[Collective, ...], ...]:
-    """Collectives compute gradient -> landing, per bucket; none for a frozen one."""
-    return tuple(_reduction(b, mesh, unit) for b in buckets)
+    """Collectives compute gradient -> landing, per bucket; none for a frozen one.
+
+    Args:
+        buckets: of the unit.
+        mesh: sizes of the axes.
+        unit: its name.
+        ends: whether this is the unit's last reduction in the step.
+    """
+    return tuple(_reduction(b, mesh, unit, ends=ends) for b in buckets)
 
 
-def _reduction(bucket: Bucket, mesh: Mesh, unit: str) -> tuple[Collective, ...]:
-    if bucket.landing is None:
+def _reduction(bucket: Bucket, mesh: Mesh, unit: str, *, ends: bool) -> tuple[Collective, ...]:
+    if bucket.reduced is None or (bucket.keeps_whole and not ends):
         return ()
     scatters = scatter_items(bucket.reduce, unit, "grads") if bucket.reduce else ()
-    sums = reduce_items(bucket.landing, bucket.sum_axes, mesh, unit, "grads")
-    return scatters + sums
+    if not ends:
+        return scatters
+    return scatters + reduce_items(bucket.reduced, bucket.sum_axes, mesh, unit, "grads")

@@ -13,12 +13,20 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.sharding.errors import UnitError
 from shardwise.sharding.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Replace = Callable[[list[Tensor]], Sequence[Tensor]]
+
+
+def place(tensor: Tensor) -> int:
+    """Where the values of a tensor lie; 0 for one without a storage of its own."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 def replace_tensors(output: Any, unit: str, replace: Replace) -> Any:
@@ -42,11 +50,64 @@ def replace_tensors(output: Any, unit: str, replace: Replace) -> Any:
     return tree_unflatten(structure, [_rebuild(leaf, new) for leaf in leaves])
 
 
+def convert_tensors(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """`tree` with every tensor converted; itself, and each part of it, where nothing changes.
+
+    Containers are walked as by `replace_tensors`, but caches and objects of other types are left as
+    they are. A tensor that occurs twice is converted once.
+    """
+    if isinstance(tree, Tensor):
+        return convert(tree)
+    known: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            known[id(tensor)] = convert(tensor)
+        return known[id(tensor)]
+
+    return _converted(tree, once)
+
+
+def _converted(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    # One level at a time, so that a part in which nothing changes is the same object afterwards.
+    leaves, structure = tree_flatten(tree, is_leaf=lambda part: part is not tree, none_is_leaf=True)
+    if len(leaves) == 1 and leaves[0] is tree:
+        return _converted_leaf(tree, convert)
+    new = [_converted(leaf, convert) for leaf in leaves]
+    if all(after is before for after, before in zip(new, leaves, strict=True)):
+        return tree
+    return tree_unflatten(structure, new)
+
+
+def _converted_leaf(leaf: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(leaf, Tensor):
+        return convert(leaf)
+    parts = None if is_cache(leaf) else _parts(leaf)
+    if parts is None:
+        return leaf
+    values = {name: _converted(part, convert) for name, part in parts.items()}
+    if all(values[name] is part for name, part in parts.items()):
+        return leaf
+    rebuilt = copy.copy(leaf)
+    for name, value in values.items():
+        _put(rebuilt, name, value)
+    return rebuilt
+
+
+def _put(record: Any, name: str, value: Any) -> None:
+    """Some outputs are dicts and dataclasses, with each value under its key and as attribute."""
+    if isinstance(record, dict):
+        dict.__setitem__(record, name, value)
+    if not isinstance(record, dict) or _is_record(record):
+        object.__setattr__(record, name, value)
+
+
 def _is_record(leaf: Any) -> bool:
     return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
 
 
-def _is_cache(leaf: Any) -> bool:
+def is_cache(leaf: Any) -> bool:
+    """Whether an object is a cache of keys and values, or a layer of one; see [Note: caches]."""
     known = callable(getattr(leaf, "get_seq_length", None)) and hasattr(leaf, "__dict__")
     return known and not isinstance(leaf, type | nn.Module)
 
@@ -55,7 +116,7 @@ def _parts(leaf: Any) -> Mapping[str, Any] | None:
     """What a dataclass, a cache or a subclass of dict holds, by name; some outputs are both."""
     if isinstance(leaf, dict):
         return leaf
-    if _is_cache(leaf):
+    if is_cache(leaf):
         return vars(leaf)
     if _is_record(leaf):
         return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
@@ -109,12 +170,9 @@ def _rebuild(leaf: Any, new: Any) -> Any:
     parts = _parts(leaf)
     if parts is None:
         return leaf
-    in_place = not isinstance(leaf, dict) and _is_cache(leaf)
+    in_place = not isinstance(leaf, dict) and is_cache(leaf)
     rebuilt = leaf if in_place else copy.copy(leaf)
     for name, part in list(parts.items()):
         value = tree_map(lambda leaf: _rebuild(leaf, new), part)
-        if isinstance(leaf, dict):
-            dict.__setitem__(rebuilt, name, value)
-        if in_place or _is_record(leaf):
-            object.__setattr__(rebuilt, name, value)
+        _put(rebuilt, name, value)
     return rebuilt

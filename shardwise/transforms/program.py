@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.sharding.compat import device_mesh_without_backend
-from shardwise.sharding.errors import BatchError, MeshError, strict_keywords
+from shardwise.sharding.errors import MeshError, SimulationError, strict_keywords
 from shardwise.sharding.gradients import Grads
 from shardwise.sharding.job import join_job
 from shardwise.sharding.lifted import Lifted
 from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.movement import Alone, Collective, Transport
+from shardwise.sharding.movement import Collective, Transport
 from shardwise.sharding.plan import call_site
-from shardwise.sharding.pytree import tree_leaves, tree_map
 from shardwise.sharding.simulation import Simulated, World, current_world
 from shardwise.sharding.state import State
-from shardwise.sharding.transport import make_transport
+from shardwise.sharding.transport import Alone, make_transport
+from shardwise.transforms.carry import FromState
+from shardwise.transforms.desync import agreed, watched
 from shardwise.transforms.initialise import FromModule
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.metrics import Metrics
+from shardwise.transforms.micro import MicroBatches
 from shardwise.transforms.module_init import InitModule
 from shardwise.transforms.rank_program import RankProgram
+from shardwise.transforms.uneven import Parts, even_batch, own_part
 
 T = TypeVar("T")
+
+_WARN_AFTER = 3
+"""Skipped steps in a row; one or two are how a dynamic loss scale finds its value."""
 
 
 class Program:
@@ -55,72 +60,109 @@ class Program:
     @strict_keywords
     def init(
         self,
-        source: int | FromModule = 0,
+        source: int | FromModule | FromState = 0,
         *,
         seed: int | None = None,
         init: InitModule | None = None,
     ) -> State:
-        """A fresh state.
+        """A fresh state, or the state of another program carried over.
 
         Args:
-            source: a seed, or `from_module(model)`.
-            seed: the same as `source`, by name; beside `from_module`, what dropout draws from.
+            source: a seed, `from_module(model)`, or `from_state(state)`.
+            seed: the same as `source`, by name; beside another source, what dropout draws from.
             init: called for each module after its own `reset_parameters`, as `module.apply` would.
 
         Raises:
             InitError: parameters or buffers that no init touched, or that the module lacks.
+            StateError: the state that is carried over is of another model or optimizer.
         """
-        if init is not None and isinstance(source, FromModule):
-            warnings.warn("init= has no effect: from_module(model) has all values.", stacklevel=3)
-        return self._each(lambda rank, source: rank.init(source, seed, init), source)
+        if init is not None and not isinstance(source, int):
+            warnings.warn("init= has no effect: this source has all values.", stacklevel=3)
+
+        def run(rank: RankProgram, source: int | FromModule | FromState) -> State:
+            return _call(rank, "init", None, lambda: rank.init(source, seed, init))
+
+        return self._each(run, source)
 
     @strict_keywords
     def step(self, state: State, batch: Any, *, donate: bool = True) -> tuple[State, Metrics]:
         """Gradients and update on this rank's part of the global batch.
 
+        If the loss or a gradient is not finite on any rank, every rank skips the update:
+        parameters, optimizer state, buffers, step count and so the learning rate schedule stay as
+        they are. `metrics` says so and why; after three such steps in a row a warning does too.
+
         Args:
             state: consumed; see [Note: donation].
-            batch: this rank's part, a pytree; see `shard_batch`.
+            batch: this rank's part, a pytree; see `shard_batch`. Under `accumulate(n)` it is cut
+                into n micro-batches, or is `MicroBatches`. None: this rank has no batch; it takes
+                part with nothing to add.
             donate: False leaves `state` usable and costs a copy of it.
 
         Raises:
             DonatedStateError: the state was consumed before.
             RankError: a rank has failed; the state is unchanged and still usable.
+            LossScaleError: the gradients overflow at the minimum of a dynamic loss scale; likewise.
         """
         site = call_site()
 
         def run(rank: RankProgram, state: State, batch: Any) -> tuple[State, Metrics]:
             given = state if donate else state.clone()
-            result = rank.step(given, batch)
+            result = _call(rank, "step", given, lambda: rank.step(given, batch))
             if donate:
                 state.consume(f"step {int(given.count)} at {site}")
             return result
 
         new, metrics = _unzip(self._each(run, state, batch))
-        return new, _same(metrics)
+        metrics = _same(metrics)
+        if not metrics.applied:
+            _warn_of_skips(_same(new), metrics.reason)
+        return new, metrics
 
     def grads(self, state: State, batch: Any) -> tuple[Grads, Metrics]:
         """Gradients of the mean loss over the global batch; the state stays usable."""
-        grads, metrics = _unzip(self._each(lambda r, s, b: r.grads(s, b), state, batch))
+
+        def run(rank: RankProgram, state: State, batch: Any) -> tuple[Grads, Metrics]:
+            return _call(rank, "grads", state, lambda: rank.grads(state, batch))
+
+        grads, metrics = _unzip(self._each(run, state, batch))
         return grads, _same(metrics)
 
     @strict_keywords
     def update(self, state: State, grads: Grads, *, donate: bool = True) -> State:
-        """One optimizer step with the given gradients."""
+        """One optimizer step with the given gradients; skipped if they are not finite.
+
+        Gradients that were rebuilt by `optree.tree_map` are checked first, in one packed reduction.
+
+        Raises:
+            LossScaleError: skipped at the minimum of a dynamic loss scale; the state is unchanged.
+        """
         site = call_site()
 
-        def run(rank: RankProgram, state: State, grads: Grads) -> State:
+        def run(rank: RankProgram, state: State, grads: Grads) -> tuple[State, str]:
             given = state if donate else state.clone()
-            result, _ = rank.update(given, grads)
+            result, _, fault = _call(rank, "update", given, lambda: rank.update(given, grads))
             if donate:
                 state.consume(f"update {int(given.count)} at {site}")
-            return result
+            return result, fault
 
-        return self._each(run, state, grads)
+        new, fault = _unzip(self._each(run, state, grads))
+        if _same(fault):
+            _warn_of_skips(_same(new), _same(fault))
+        return new
 
     def eval(self, state: State, batch: Any) -> Metrics:
-        """The loss and metrics in eval mode, without gradients; the state stays usable."""
-        return _same(self._each(lambda r, s, b: r.evaluate(s, b), state, batch))
+        """The loss and metrics in eval mode, in one forward pass; the state stays usable.
+
+        Args:
+            state: read.
+            batch: this rank's part; None: this rank has none.
+        """
+
+        def run(rank: RankProgram, state: State, batch: Any) -> Metrics:
+            return _call(rank, "eval", state, lambda: rank.evaluate(state, batch))
+
+        return _same(self._each(run, state, batch))
 
     def agree(self, value: bool) -> bool:
         """Whether `value` is true on every rank; one packed reduction.
@@ -131,28 +173,45 @@ class Program:
             while program.agree((batch := next(batches, None)) is not None):
                 state, metrics = program.step(state, batch)
 
-        or at the longest, where a rank that has run out passes no rows::
+        or at the longest, where a rank that has run out passes None and adds nothing::
 
             while not program.agree((batch := next(batches, None)) is None):
-                state, metrics = program.step(state, no_rows if batch is None else batch)
+                state, metrics = program.step(state, batch)
 
-        The loss must then be a `Mean`, which counts what is there. `eval` works the same way.
+        `eval` works the same way.
 
         Args:
             value: this rank's answer; lifted in a simulation if ranks differ.
         """
-        return _same(self._each(lambda rank, value: rank.agree(bool(value)), value))
 
-    def shard_batch(self, batch: Any) -> Any:
+        def run(rank: RankProgram, value: Any) -> bool:
+            return _call(rank, "agree", None, lambda: rank.agree(bool(value)))
+
+        return _same(self._each(run, value))
+
+    def shard_batch(self, batch: Any, *, uneven: str = "split", weight: str = "weight") -> Any:
         """This rank's part of a global batch: dimension 0 of every tensor, in `plan.batch` order.
 
-        Sizes may differ by one row between ranks. In a simulation: the parts of all ranks, lifted.
+        In a simulation: the parts of all ranks, lifted.
+
+        Args:
+            batch: a pytree of tensors with the same rows.
+            uneven: what to do if rows do not divide. `"split"`: parts differ by one row at most,
+                and ranks for which there is none get None, which `step` takes; the step is exact.
+                `"drop"`: leave out the last rows. `"pad"`: repeat rows, and add a leaf of 1 for
+                rows and 0 for repeated ones to the batch, always; the loss
+                `sw.Mean((loss_per_row * batch["weight"]).sum(), batch["weight"].sum())` is then
+                that of the batch. `"error"`: raise.
+            weight: name of that leaf.
 
         Raises:
-            BatchError: tensors differ in rows, there are fewer rows than parts, or no tensors.
+            BatchError: tensors differ in rows, there are none, or rows may not be cut so.
         """
-        parts = [_part(batch, rank.lowering, rank.mover.coords) for rank in self._ranks]
-        return Lifted(parts) if self._world is not None else parts[0]
+        lowering = self.lowered
+        parts = Parts(lowering.plan.mesh, lowering.batch_axes)
+        whole = even_batch(batch, parts, uneven=uneven, weight=weight)
+        cut = [own_part(whole, parts, rank.mover.coords) for rank in self._ranks]
+        return Lifted(cut) if self._world is not None else cut[0]
 
     def _each(self, run: Callable[..., T], *args: Any) -> Any:
         """Call for this rank, or for all simulated ranks with their parts of lifted arguments."""
@@ -160,11 +219,43 @@ class Program:
             # What is made in inference mode could never be trained; new threads are not in it.
             with torch.inference_mode(False):
                 return run(self._ranks[0], *args)
-        lifted = [
-            arg if isinstance(arg, Lifted) else Lifted([arg] * len(self._ranks)) for arg in args
-        ]
+        lifted = [_lifted(arg, len(self._ranks)) for arg in args]
         return Lifted(
             self._world.run(lambda rank: run(self._ranks[rank], *(a.ranks[rank] for a in lifted)))
+        )
+
+
+_PREDICTED: Mapping[str, Callable[[Lowering], Sequence[Collective]]] = {
+    "step": lambda lowering: lowering.collectives(),
+    "grads": lambda lowering: lowering.grads_items,
+    "update": lambda lowering: lowering.update_items,
+    "eval": lambda lowering: lowering.eval_items,
+}
+
+
+def _call(rank: RankProgram, name: str, state: State | None, run: Callable[[], T]) -> T:
+    """Run one call of a program on one rank; in debug mode between exchanges of what is done."""
+    step = int(state.count) if isinstance(state, State) else None
+    if not rank.debug:
+        return watched(rank.mover, name, step, run)
+    predicted = _PREDICTED[name](rank.lowering) if name in _PREDICTED else ()
+
+    def checked() -> T:
+        return agreed(rank.mover, run, predicted=predicted, device=rank.device)
+
+    return watched(rank.mover, name, step, checked)
+
+
+def _warn_of_skips(state: State, reason: str) -> None:
+    """Say once per run of skipped steps that nothing is being learnt."""
+    scaling = state.loss_scale
+    if int(scaling.skipped_in_a_row) == _WARN_AFTER:
+        warnings.warn(
+            f"{_WARN_AFTER} steps in a row were skipped ({int(scaling.skipped)} in all, "
+            f"{int(state.count)} applied): {reason}. They changed no parameter, no optimizer state "
+            f"and no schedule. The loss scale is {scaling.scale.item():g}.",
+            RuntimeWarning,
+            stacklevel=4,
         )
 
 
@@ -177,48 +268,36 @@ def _same(result: Any) -> Any:
     return result.ranks[0] if isinstance(result, Lifted) else result
 
 
-def _part(batch: Any, lowering: Lowering, coords: dict[str, int]) -> Any:
-    axes = lowering.batch_axes
-    parts = lowering.plan.mesh.product(axes)
-    index = lowering.plan.mesh.index(axes, coords)
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    rows = {leaf.shape[0] for leaf in tensors}
-    if not rows and parts > 1:
-        raise _nothing_to_cut(batch, parts)
-    if len(rows) > 1 or (rows and min(rows) < parts):
-        raise BatchError(
-            "The global batch cannot be cut into the parts of the ranks.",
-            where="program.shard_batch(batch)",
-            facts=[
-                f"rows of its tensors: {', '.join(str(n) for n in sorted(rows))}",
-                f"parts: {parts} (axes {' '.join(axes) or 'none'} of {lowering.plan.mesh!r})",
-            ],
-            why="Dimension 0 of every tensor is cut alike, and every rank needs a row.",
-            fix="pass tensors of the same number of rows, at least as many as there are parts",
-            parts=parts,
-        )
-
-    def cut(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.ndim:
-            return leaf
-        return leaf.tensor_split(parts)[index]
-
-    return tree_map(cut, batch)
+def _lifted(arg: Any, ranks: int) -> Lifted:
+    """Each rank's part of an argument; of micro-batches that are lifted, each rank's own ones."""
+    if isinstance(arg, Lifted):
+        if len(arg.ranks) != ranks:
+            raise _other_size(arg, ranks)
+        return arg
+    if isinstance(arg, MicroBatches):
+        parts = [_lifted(one, ranks).ranks for one in arg]
+        own = ([part[rank] for part in parts if part[rank] is not None] for rank in range(ranks))
+        return Lifted([MicroBatches(batches) for batches in own])
+    return Lifted([arg] * ranks)
 
 
-def _nothing_to_cut(batch: Any, parts: int) -> BatchError:
-    return BatchError(
-        f"The global batch, a {type(batch).__name__}, holds no tensor with rows to cut.",
-        where="program.shard_batch(batch)",
-        facts=f"parts: {parts}",
-        why="Tensors in tuples, lists and dicts are cut; every rank would get all of this batch.",
-        fix="pass a dict of tensors, or register the type of the batch with optree",
-        parts=parts,
+def _other_size(arg: Lifted, ranks: int) -> SimulationError:
+    return SimulationError(
+        f"A lifted value of {len(arg.ranks)} ranks was passed to a program on {ranks}.",
+        where=f"the argument {arg!r}",
+        why="A lifted value has one part for every rank of the mesh that made it.",
+        fix="pass what this program, or one on a mesh of as many ranks, has returned",
+        has=len(arg.ranks),
+        needs=ranks,
     )
 
 
 def bind(
-    lowering: Lowering, *, device: torch.device | str | None = None, debug: bool = False
+    lowering: Lowering,
+    *,
+    device: torch.device | str | None = None,
+    debug: bool = False,
+    timeout: float | None = None,
 ) -> Program:
     """See `Lowered.bind`."""
     mesh = lowering.plan.mesh
@@ -235,12 +314,13 @@ def bind(
         _check_world(mesh, world.mesh.size, f"simulate({world.mesh!r})", world.mesh == mesh)
         meshes = [device_mesh_without_backend(mesh, r, where.type) for r in range(mesh.size)]
         return Program([on(r, Simulated(world, r), m) for r, m in enumerate(meshes)], world)
-    job = join_job(where.type)
+    job = join_job(where.type, timeout=timeout)
     _check_world(mesh, job.world, f"this job of {job.world} ranks", job.world == mesh.size)
     if job.world == 1 and not dist.is_initialized():
         return Program([on(0, Alone(), device_mesh_without_backend(mesh, 0, where.type))], None)
     device_mesh = init_device_mesh(where.type, mesh.sizes, mesh_dim_names=mesh.names)
-    return Program([on(job.rank, make_transport(device_mesh), device_mesh)], None)
+    transport = make_transport(device_mesh, timeout=timeout)
+    return Program([on(job.rank, transport, device_mesh)], None)
 
 
 def _default_device(*, simulated: bool) -> torch.device:

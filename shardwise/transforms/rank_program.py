@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,29 +10,37 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.sharding.errors import BatchError
+from shardwise.optim.loss_scale import init_loss_scale, next_divisor, next_loss_scale
+from shardwise.optim.norms import Norm
 from shardwise.sharding.functional import make_template
-from shardwise.sharding.gradients import Grads
-from shardwise.sharding.leaves import Flats, Home
+from shardwise.sharding.gradients import Grads, rest_gradients
+from shardwise.sharding.leaves import Home
 from shardwise.sharding.movement import Mover, Transport, packed_items, packed_sum
-from shardwise.sharding.rng import key, keyed
 from shardwise.sharding.state import Life, State, adopt
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import (
     average_buffers,
     bind_buffers,
-    check_shapes,
     find_buffers,
     read_buffers,
 )
-from shardwise.transforms.checks import checked, refuse_reentrant
-from shardwise.transforms.faults import explained
+from shardwise.transforms.carry import FromState, carry_state
+from shardwise.transforms.casts import cast_buffers
+from shardwise.transforms.finite import (
+    agree_on_fault,
+    agree_on_range,
+    checked_grads,
+    nonfinite_flag,
+)
 from shardwise.transforms.initialise import FromModule, Shards, check_source, take_module
-from shardwise.transforms.loss import Loss, Mean, bad_count, no_gradient, parse_loss
+from shardwise.transforms.loss import Loss, Mean, bad_count, no_gradient
 from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
-from shardwise.transforms.metrics import Metrics
+from shardwise.transforms.metrics import Metrics, read_metrics
 from shardwise.transforms.module_init import InitModule, init_from_seed
+from shardwise.transforms.norms import group_norms, whole_norm
+from shardwise.transforms.passes import Passes, loss_multiplier
 from shardwise.transforms.runtime import Engine
+from shardwise.transforms.scalars import changed_metrics, check_counts, other_metrics, pack_scalars
 from shardwise.transforms.settle import Failure, agree_on_batch, raise_together, settle
 from shardwise.transforms.stepping import init_opt
 from shardwise.transforms.unit_runtime import UnitRuntime
@@ -80,24 +87,33 @@ class RankProgram:
             )
             for unit in plan.units
         }
-        self.engine = Engine(units, lowering.schedule)
-        self.stage = Stage(self.template, plan.units, self.engine)
+        self.engine = Engine(units)
+        casts = plan.precision.casts
+        self.stage = Stage(self.template, plan.units, self.engine, plan.remat, casts)
         self.home = make_home(lowering, rank, device_mesh)
         self._settled = False
-        self._checked = False
-        self._debug = debug
+        self.debug = debug
+        self.passes = Passes(
+            self.stage, self.engine, self.mover, self.buffer_sites, device=device, debug=debug
+        )
 
     # -- init -------------------------------------------------------------------------------
 
     def init(
-        self, source: int | FromModule, seed: int | None = None, init: InitModule | None = None
+        self,
+        source: int | FromModule | FromState,
+        seed: int | None = None,
+        init: InitModule | None = None,
     ) -> State:
-        """A fresh state from a seed or from a module's values.
+        """A fresh state from a seed or a module's values, or another program's state carried over.
 
         Raises:
             InitError: some value is missing; every rank raises.
+            StateError: the state that is carried does not fit; every rank raises.
             RankError: an init failed on another rank.
         """
+        if isinstance(source, FromState):
+            return self._carried(source, seed)
         plan = self.lowering.plan
         shards = Shards(self.lowering.all_buckets, plan.mesh, self.mover.coords, self.device)
         seed = self._agree_seed(seed if seed is not None else source)
@@ -120,7 +136,21 @@ class RankProgram:
             buffers = {name: source.tensors[name].to(self.device) for name in buffers}
         return self._first_state(shards, buffers, seed)
 
+    def _carried(self, source: FromState, seed: int | None) -> State:
+        state = carry_state(
+            source,
+            self.lowering,
+            self.home,
+            self.mover,
+            buffers=cast_buffers(self._buffers, self.lowering.plan.precision.buffers),
+            device=self.device,
+        )
+        if seed is None:
+            return state
+        return replace(state, seed=torch.tensor(self._agree_seed(seed), dtype=torch.int64))
+
     def _first_state(self, shards: Shards, buffers: dict[str, Tensor], seed: int) -> State:
+        buffers = cast_buffers(buffers, self.lowering.plan.precision.buffers)
         buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         for buffer in buffers.values():
             self.mover.transport.broadcast(buffer)
@@ -132,7 +162,9 @@ class RankProgram:
             buffer_values=buffers,
             seed=torch.tensor(seed, dtype=torch.int64),
             count=torch.zeros((), dtype=torch.int64),
-            scale_value=torch.ones((), dtype=torch.float64),
+            scaling=init_loss_scale(
+                self.lowering.plan.loss_scale, half=self.lowering.plan.uses_half
+            ),
             extra_value=None,
         )
 
@@ -149,101 +181,99 @@ class RankProgram:
         """Normalised gradients, the buffers after forward, and metrics."""
         self.home.check(state.home, "state")
         state = adopt(state)
-        self._settle(batch)
-        self.mover.begin(self.lowering.schedule.items)
-        loss, landed, buffers, failure = self._passes(state, batch)
+        self._settle(batch, steps=self.lowering.plan.accumulation.steps)
+        self.mover.begin(self.lowering.pass_items)
+        done = self.passes.train(self.lowering, state, batch)
+        landed = done.landed
         self.mover.expect(self.lowering.buffer_items)
-        buffers = average_buffers(self.mover, self.lowering, buffers)
-        values = self._reduce_scalars(loss, failure, self.lowering.trainable)
-        flags = values[FIXED_SCALARS : FIXED_SCALARS + len(self.lowering.trainable)].tolist()
-        used = frozenset(p for p, f in zip(self.lowering.trainable, flags, strict=True) if f > 0)
+        ran = done.num_passes > 0
+        buffers = average_buffers(self.mover, self.lowering, done.buffers, ran=ran)
+        flag = nonfinite_flag(landed.values(), self.device)
+        trainable = self.lowering.trainable
+        values, numbers = self._reduce_scalars(done.loss, done.failure, trainable, flag)
+        flags = numbers[FIXED_SCALARS : FIXED_SCALARS + len(trainable)]
+        used = frozenset(p for p, f in zip(trainable, flags, strict=True) if f > 0)
         if flags and not used:
             raise no_gradient(len(flags))
-        factor = 1.0 / values[1]
-        for flat in landed.values():
-            flat.mul_(factor)
-        metrics = self._metrics(values, FIXED_SCALARS + len(flags))
-        return Grads(self.home, landed, used, buffers), metrics
+        total, count, _, nonfinite = numbers[:FIXED_SCALARS]
+        fault = ""
+        if nonfinite or not math.isfinite(total):
+            fault = agree_on_fault(self.mover, self.lowering, landed, done.loss)
+        offset = FIXED_SCALARS + len(flags)
+        if done.counts is not None:
+            check_counts(self.lowering, done.counts.tolist(), numbers[offset:])
+        # A loss of several terms was divided by their counts before backward.
+        elements = 1.0 if self.lowering.terms else values[1]
+        factor = 1.0 / (elements * loss_multiplier(self.lowering, state))
+        rest_gradients(self.lowering.all_buckets, landed, factor)
+        fault = agree_on_range(self.mover, self.lowering, landed, self.device, fault)
+        metrics = read_metrics(
+            self.lowering,
+            values,
+            offset,
+            applied=not fault,
+            reason=fault,
+            skipped_steps=int(state.loss_scale.skipped) + bool(fault),
+            scale=state.scale,
+        )
+        return Grads(self.home, landed, used, buffers, fault, count), metrics
 
-    def _passes(
-        self, state: State, batch: Any
-    ) -> tuple[Loss | None, Flats, dict[str, Tensor], Failure]:
-        """Forward and backward; after a failure here this rank still joins every collective."""
-        engine = self.engine
-        enabled, self._checked = self._debug or not self._checked, True
-        self.stage.set_training(True)
-        bind_buffers(self.buffer_sites, state.buffer_values, self.lowering.written_buffers)
-        place = [self.mover.coords[axis] for axis in self.lowering.batch_axes]
-        seed = key(int(state.seed), int(state.step), "step", *place)
-        checks = checked(engine.units, self.mover, enabled=enabled)
-        try:
-            with keyed(seed, self.device), checks, torch.enable_grad():
-                engine.begin(state.flats, "train")
-                loss = self._loss(batch)
-                if enabled:
-                    refuse_reentrant(loss.total)
-                landed = engine.backward(engine.end_forward(loss.total))
-            buffers = read_buffers(self.buffer_sites)
-            check_shapes(buffers, self.lowering)
-        except Exception as error:
-            self._abort()
-            failure = Failure(explained(error, self.lowering.notes))
-            return None, {}, state.buffer_values, failure
-        return loss, landed, buffers, Failure()
+    def update(self, state: State, grads: Grads) -> tuple[State, dict[Norm, Tensor], str]:
+        """One optimizer step in place, unless some gradient is not finite.
 
-    def _abort(self) -> None:
-        """Forget a pass that has failed here, and take part in what the others still do in it."""
-        self.engine.close()
-        self.mover.finish_with_zeros(self.device)
+        Returns:
+            The new state, the norms that were needed, and why the step was skipped.
 
-    def _loss(self, batch: Any) -> Loss:
-        return parse_loss(self.lowering.loss_fn(self.template.module, batch), batch)
-
-    def update(self, state: State, grads: Grads) -> tuple[State, Tensor | None]:
-        """One optimizer step in place; the state and the gradient norm if it was needed."""
+        Raises:
+            LossScaleError: the step would be skipped at the minimum of the loss scale.
+        """
         self.home.check(state.home, "state")
         state = adopt(state)
         self.home.check(grads.home, "set of gradients")
-        grads = grads.adopted()
-        self.mover.begin(self.lowering.update_items)
-        opt_flats, norm = run_update(self.mover, self.lowering, state, grads)
-        self.mover.end()
+        self.mover.begin(())
+        grads = checked_grads(self.mover, self.lowering, grads, self.device)
+        plan, fault = self.lowering.plan, grads.fault or ""
+        scaling = next_loss_scale(plan.loss_scale, state.loss_scale, finite=not fault, reason=fault)
+        scaling = next_divisor(scaling, grads.count, half=plan.uses_half)
+        if fault:
+            self.mover.end()
+            return replace(state, scaling=scaling, life=Life()), {}, fault
+        self.mover.expect(self.lowering.update_items)
+        try:
+            opt_flats, norms = run_update(self.mover, self.lowering, state, grads)
+            self.mover.end()
+        except BaseException:
+            # Some buckets may hold new values and some old ones.
+            state.consume(f"update {int(state.count)}, which failed half-way")
+            raise
         new = replace(
             state,
             opt_flats=opt_flats,
             buffer_values=grads.buffers,
             count=state.step + 1,
+            scaling=scaling,
             life=Life(),
         )
-        return new, norm
+        return new, norms, ""
 
     def step(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """`update` of `grads`."""
         grads, metrics = self.grads(state, batch)
         ran = self.mover.executed
-        state, norm = self.update(state, grads)
+        state, norms, _ = self.update(state, grads)
         self.mover.executed = [*ran, *self.mover.executed]
-        return state, replace(metrics, grad_norm=norm)
+        groups = group_norms(norms)
+        return state, replace(metrics, grad_norm=whole_norm(norms), group_norms=groups)
 
     def evaluate(self, state: State, batch: Any) -> Metrics:
         """The loss without gradients, in eval mode."""
         self.home.check(state.home, "state")
         state = adopt(state)
-        self._settle(batch)
-        self.mover.begin(self.lowering.schedule.forward_items)
-        self.stage.set_training(False)
-        bind_buffers(self.buffer_sites, state.buffer_values, tuple(state.buffer_values))
-        failure = Failure()
-        loss: Loss | None = None
-        try:
-            with keyed(key(int(state.seed), "eval"), self.device), torch.no_grad():
-                self.engine.begin(state.flats, "eval")
-                loss = self._loss(batch)
-                self.engine.end_forward(loss.total)
-        except Exception as error:
-            failure = Failure(explained(error, self.lowering.notes))
-            self._abort()
-        return self._metrics(self._reduce_scalars(loss, failure, ()), FIXED_SCALARS)
+        self._settle(batch, steps=1)
+        self.mover.begin(self.lowering.schedule.forward_items + self.lowering.count_items)
+        loss, failure = self.passes.evaluate(self.lowering, state, batch)
+        values, _ = self._reduce_scalars(loss, failure, ())
+        return read_metrics(self.lowering, values, FIXED_SCALARS)
 
     def agree(self, value: bool) -> bool:
         """Whether every rank says so."""
@@ -255,10 +285,10 @@ class RankProgram:
         self.mover.end()
         return not noes.item()
 
-    def _settle(self, batch: Any) -> None:
+    def _settle(self, batch: Any, *, steps: int) -> None:
         """Once: agree with the other ranks, and lower in the order that a trace has shown."""
         if self._settled:
-            if self._debug:
+            if self.debug:
                 agree_on_batch(batch, self.mover.transport)
             return
         # A trace runs the user's code on fake tensors, and modules cache what they compute: the
@@ -266,24 +296,35 @@ class RankProgram:
         plan = self.lowering.plan
         template = make_template(self.lowering.module, plan.infos, self.device)
         sites = find_buffers(template.module)
-        bind_buffers(sites, read_buffers(self.buffer_sites), ())
+        buffers = cast_buffers(read_buffers(self.buffer_sites), plan.precision.buffers)
+        bind_buffers(sites, buffers, ())
         self.lowering = settle(
             self.lowering,
-            Stage(template, plan.units, self.engine),
+            Stage(template, plan.units, self.engine, plan.remat, plan.precision.casts),
             batch,
+            steps=steps,
             sites=sites,
             transport=self.mover.transport,
             device=self.device,
+            call=self.mover.call,
         )
-        self.engine.schedule = self.lowering.schedule
+        if self.lowering.locates:
+            self.stage.locate_all()
         self._settled = True
 
     # -- scalars ----------------------------------------------------------------------------
 
     def _reduce_scalars(
-        self, loss: Loss | None, failure: Failure, flags: tuple[str, ...]
-    ) -> Tensor:
+        self,
+        loss: Loss | None,
+        failure: Failure,
+        flags: tuple[str, ...],
+        nonfinite: Tensor | None = None,
+    ) -> tuple[Tensor, list[float]]:
         """ONE packed reduction of loss, count, failure, used flags and auxiliary metrics.
+
+        Returns:
+            The sums, and the same on the host.
 
         Raises:
             RankError: some rank has failed; on every rank.
@@ -294,19 +335,23 @@ class RankProgram:
         elif loss and tuple(loss.aux) != self.lowering.aux:
             loss, failure = None, Failure(changed_metrics(tuple(loss.aux), self.lowering.aux))
         used = self.engine.used
-        plain = [0.0 if loss else 1.0, *(float(path in used) for path in flags)]
+        failed = bool(str(failure))  # a rank without a batch has no loss, and has not failed
+        plain = [float(failed), 0.0, *(float(path in used) for path in flags)]
         means = [Mean(loss.total, loss.count), *loss.aux.values()] if loss else []
         values = pack_scalars(means, 1 + len(self.lowering.aux or ()), plain, self.device)
+        if nonfinite is not None:
+            values[FIXED_SCALARS - 1] = nonfinite
         items = self.lowering.scalar_items if flags else self.lowering.eval_scalar_items
         self.mover.expect(items)
         values = packed_sum(self.mover, values, items)
         self.mover.end()
-        _, count, failed = values[:FIXED_SCALARS].tolist()
+        numbers = values.tolist()
+        _, count, failed = numbers[:3]
         if failed:
             self._raise_together(failure)
         if not 0 < count < math.inf:
             raise bad_count(count)
-        return values
+        return values, numbers
 
     def _learn_aux(self, loss: Loss | None, failure: Failure) -> None:
         """Agree on the names of metrics that no trace could show."""
@@ -314,7 +359,7 @@ class RankProgram:
         told = self.mover.transport.gather_objects(names)
         known = [one for one in told if one is not None]
         if not known or any(one != known[0] for one in known):
-            self._raise_together(failure if str(failure) else Failure(_other_metrics(told)))
+            self._raise_together(failure if str(failure) else Failure(other_metrics(told)))
         self.lowering = replace(self.lowering, aux=known[0])
 
     def _raise_together(self, failure: Failure, doing: str = "the step") -> None:
@@ -323,58 +368,27 @@ class RankProgram:
         finally:
             failure.take()  # also where a simulated peer has ended this rank
 
-    def _metrics(self, values: Tensor, offset: int) -> Metrics:
-        aux = {
-            name: values[offset + 2 * index] / values[offset + 2 * index + 1]
-            for index, name in enumerate(self.lowering.aux or ())
-        }
-        return Metrics(loss=values[0] / values[1], tokens=values[1], aux=aux)
-
 
 def make_home(lowering: Lowering, rank: int, device_mesh: DeviceMesh) -> Home:
     """Specs and layouts of one rank's leaves."""
     plan = lowering.plan
     landing = {
-        path: plan.opt[path] if bucket.lands_in_opt else plan.grads[path]
+        path: (plan.opt if bucket.lands_in_opt else plan.grads)[path].with_(
+            dtype=plan.grads[path].dtype
+        )
         for bucket in lowering.all_buckets
         if bucket.trainable
         for path in bucket.paths
     }
     aliases = {alias: info.path for info in plan.infos for alias in info.aliases}
     specs = {"params": plan.params, "opt": plan.opt, "landing": landing}
-    return Home(lowering.all_buckets, specs, aliases, plan.mesh, rank, device_mesh)
-
-
-def pack_scalars(
-    means: Sequence[Mean], num_means: int, plain: Sequence[float], device: torch.device
-) -> Tensor:
-    """`[total, count, *plain, aux total, aux count, ...]` in float64; zeros without means."""
-    if not means:
-        return torch.tensor(
-            [0.0, 0.0, *plain, *[0.0] * (2 * num_means - 2)], dtype=torch.float64
-        ).to(device)
-    scalars = [part for mean in means for part in (mean.total, mean.count)]
-    parts = [torch.as_tensor(p, device=device).detach().double().reshape(1) for p in scalars]
-    flags = torch.tensor(plain, dtype=torch.float64).to(device)
-    return torch.cat([*parts[:2], flags, *parts[2:]])
-
-
-def changed_metrics(given: tuple[str, ...], known: tuple[str, ...]) -> BatchError:
-    """The error for metrics under other names than in the first step."""
-    return BatchError(
-        "The loss function returned other auxiliary metrics than in the first step.",
-        where="loss_fn(model, batch)",
-        facts=[f"now: {', '.join(given) or 'none'}", f"then: {', '.join(known) or 'none'}"],
-        why="Metrics travel in one packed reduction whose slots are fixed by the first step.",
-        fix="return every metric in every step and in eval, with count 0 where there is nothing",
-    )
-
-
-def _other_metrics(told: list[Any]) -> BatchError:
-    return BatchError(
-        "Ranks return different auxiliary metrics.",
-        where="loss_fn(model, batch)",
-        facts=[f"rank {rank}: {names}" for rank, names in enumerate(told)],
-        why="Metrics are reduced together, so every rank returns the same names.",
-        fix="return every metric on every rank, with count 0 where there is nothing",
+    return Home(
+        lowering.all_buckets,
+        specs,
+        aliases,
+        plan.mesh,
+        rank,
+        device_mesh,
+        loss_scale=plan.loss_scale,
+        half=plan.uses_half,
     )

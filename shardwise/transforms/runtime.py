@@ -1,8 +1,10 @@
-"""The engine of one rank: walks the schedule, enters and leaves units when their turn has come."""
+"""The engine of one rank: walks the schedules, enters and leaves units when it is their turn."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,75 +13,108 @@ from torch import Tensor
 from shardwise.sharding.pytree import tree_leaves
 from shardwise.transforms import faults
 from shardwise.transforms.brackets import Close, Enter, Join, Leave
-from shardwise.transforms.order import Action, Schedule, Walk
-from shardwise.transforms.outputs import replace_tensors
-from shardwise.transforms.unit_runtime import Call, UnitRuntime, place
+from shardwise.transforms.order import Action, Schedule, Walk, call_of
+from shardwise.transforms.outputs import place, replace_tensors
+from shardwise.transforms.regions import Region, checkpointed
+from shardwise.transforms.unit_runtime import Call, UnitRuntime
 
 
 class Engine:
-    """Walks the schedule of one rank's forward and backward pass.
+    """Walks one rank's forward and backward passes; see [Note: passes].
 
     Args:
         units: runtimes of all units by name; the root is `""`.
-        schedule: the order that was lowered.
     """
 
-    def __init__(self, units: dict[str, UnitRuntime], schedule: Schedule) -> None:
+    def __init__(self, units: dict[str, UnitRuntime]) -> None:
         self.units = units
-        self.schedule = schedule
         self.phase = "idle"
         self.used: set[str] = set()
         self._tokens: list[Tensor] = []
         self._calls: list[Call] = []
         self._walk = Walk((), 0, self._start)
+        self._schedule: Schedule | None = None
+        self._is_open = False
+        self._reopened: dict[str, int] = {}
+        self._num_calls: Counter[str] = Counter()
+        self._reducing: UnitRuntime | None = None
 
     # -- one pass ---------------------------------------------------------------------------
 
-    def begin(self, flats: dict[str, Tensor], phase: str) -> None:
-        """Enter the root; `phase` is `train` or `eval`."""
-        if self.phase != "idle":  # an interrupt (not an Exception) ended the pass before
+    def open(self) -> None:
+        """Start a call of one pass or several."""
+        if self._is_open:  # an interrupt (not an Exception) ended the call before
             self.close()
+        self._is_open = True
+        self.used = set()
+
+    def begin(self, flats: dict[str, Tensor], phase: str, schedule: Schedule) -> None:
+        """Start a pass: enter the root.
+
+        Args:
+            flats: the resting shards.
+            phase: `train` or `eval`.
+            schedule: what this pass moves.
+        """
         for unit in self.units.values():
             unit.load(flats)
         self.phase = phase
-        self.used = set()
-        self._tokens = []
-        self._walk = Walk(self.schedule.forward, self.schedule.prefetch, self._start)
+        self._schedule = schedule
+        self._walk = Walk(schedule.forward, schedule.prefetch, self._start)
+        self._num_calls.clear()
         self.enter("")
 
-    def end_forward(self, total: Tensor) -> Tensor:
-        """Drain the events this rank did not meet; return the loss joined with all tokens."""
+    def drain_forward(self) -> None:
+        """Join in the rest of the forward pass that this rank did not meet."""
         self._pass_until(len(self._walk.actions))
+
+    def end_forward(self, total: Tensor) -> Tensor:
+        """Drain the forward pass and turn round; return the loss joined with all tokens."""
+        self.drain_forward()
         if self.phase == "eval":
             self.close()
             return total
+        assert self._schedule is not None
         self.phase = "backward"
-        self._walk = Walk(self.schedule.backward, self.schedule.prefetch, self._start)
+        self._walk = Walk(self._schedule.backward, self._schedule.prefetch, self._start)
         return Join.apply(total, *self._tokens) if self._tokens else total
 
-    def backward(self, loss: Tensor) -> dict[str, Tensor]:
-        """Landed, unnormalised gradients by bucket name."""
-        leaves = [(b, leaf) for unit in self.units.values() for b, leaf in unit.leaves()]
-        wanted = [leaf for _, leaf in leaves]
+    def backward(self, loss: Tensor) -> None:
+        """Run backward and end the pass; gradients are added to those of earlier passes."""
+        leaves = [leaf for unit in self.units.values() for _, leaf in unit.leaves()]
         self._tokens = []
-        grads: Any = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
+        if leaves:
+            # Enter hands the gradients to its unit's buffers, so nothing comes back here.
+            torch.autograd.grad(loss, leaves, allow_unused=True)
         self._pass_until(len(self._walk.actions))
         for unit in self.units.values():
-            unit.land()
-        landed: dict[str, Tensor] = {}
-        for (buffers, leaf), grad in zip(leaves, grads, strict=True):
-            landed[buffers.bucket.name] = torch.zeros_like(leaf) if grad is None else grad
-        self.close()
-        return landed
+            unit.rest(keep=self._keeps)
+        self._forget()
+
+    def take_landed(self) -> dict[str, Tensor]:
+        """End a call after its last pass: landed, unnormalised gradients by bucket name."""
+        self._is_open = False
+        return {
+            buffers.bucket.name: buffers.take_landed()
+            for unit in self.units.values()
+            for buffers, _ in unit.leaves()
+        }
 
     def close(self) -> None:
-        """End the pass, whatever its state: unbind and free everything."""
+        """End the call, whatever its state: unbind and free everything."""
         for unit in self.units.values():
             unit.reset()
+        self._forget()
+        self._is_open = False
+
+    def _forget(self) -> None:
         for call in self._calls:
             call.parameters = []  # they point to the graph, and the graph to the call
         self._calls = []
         self._tokens = []
+        self._schedule = None
+        self._reopened = {}
+        self._reducing = None
         self.phase = "idle"
 
     # -- forward ----------------------------------------------------------------------------
@@ -144,6 +179,8 @@ class Engine:
     def leave(self, name: str, /, output: Any, inputs: Any = None) -> Any:
         """Unbind, empty, and put `Leave` on what the unit returns."""
         unit = self.units[name]
+        if self.phase == "backward" and name in self._reopened:
+            return self._leave_again(unit, output)
         if self.phase in {"backward", "idle"}:
             return output
         unit.depth -= 1
@@ -197,30 +234,97 @@ class Engine:
         unit.finish()
         unit.bind(call)
 
-    def on_enter_backward(self, call: Call, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """Unbind, empty, reduce; the landed gradients in the order of the unit's leaves."""
+    def on_enter_backward(self, call: Call, grads: Sequence[Tensor | None]) -> None:
+        """Unbind, empty, and give the unit's buffers their gradients to add and move."""
         unit = call.unit
         if self.phase != "backward":
             raise faults.inner_backward(unit.name)
         index = self._turn("enter", unit)
-        items: Sequence[Any] = ()
+        action = None
         if index is not None:
             self._pass_until(index)
-            items = self._walk.meet(index).items
+            action = self._walk.meet(index)
         unit.unbind()
-        unit.empty()
+        if not self._keeps:
+            unit.empty()
         call.parameters = []
         self.used.update(p for p, g in zip(unit.trainable, grads, strict=False) if g is not None)
         grads = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
-        landed = unit.reduce(grads, items)
-        if unit.name in self.schedule.repeated:
-            unit.land()  # autograd adds the gradients of several calls as soon as they are returned
-        return landed
+        if self._reducing is not None:
+            # One unit at a time: its reduce-scatter had all of this unit's backward to arrive.
+            self._reducing.collect()
+        self._reducing = unit
+        if action is None:
+            unit.reduce(grads, (), ends=False)
+        else:
+            unit.reduce(grads, action.items, ends=action.ends)
+
+    # -- recomputation ----------------------------------------------------------------------
+
+    def run(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
+        """Run a module so that backward recomputes it, if there will be a backward."""
+        if not torch.is_grad_enabled():
+            return region.forward(*args, **kwargs)
+        if not region.spans or self.phase != "train":
+            return checkpointed(region, args, kwargs, self._recomputing, _nothing)
+        call = call_of(region.name, self._num_calls[region.name])
+        self._num_calls[region.name] += 1
+        return checkpointed(region, args, kwargs, self._recomputing, lambda: self._end(call))
+
+    def _end(self, call: str) -> None:
+        """Join in what a region holds that this rank has not met, before backward can reach it.
+
+        Backward comes to what was created last first: after this region's recomputation.
+        """
+        inside = [i for i, a in enumerate(self._walk.actions) if call in a.event.regions]
+        if inside:
+            self._pass_until(inside[-1] + 1)
+
+    @contextmanager
+    def _recomputing(self, region: Region) -> Generator[None]:
+        """Units that the recomputation enters are closed again, also where it stops in one."""
+        if region.spans and self.phase != "backward":
+            raise faults.inner_backward(region.name)
+        around, self._reopened = self._reopened, {}
+        try:
+            yield
+        finally:
+            for name in reversed(self._reopened):
+                self.units[name].unbind()
+                self.units[name].empty()
+            self._reopened = around
 
     def _enter_recompute(self, unit: UnitRuntime) -> None:
+        """Gather a unit for a recomputation around it, unless it is full for its own backward."""
+        if unit.name in self._reopened:
+            self._reopened[unit.name] += 1
+            return
         if unit.is_bound:
             return
-        raise faults.recomputed(unit.name)
+        index = self._walk.find("recompute", unit.name)
+        if index is None:
+            raise faults.recomputed(unit.name)
+        self._pass_until(index)
+        self._walk.meet(index)
+        unit.finish()
+        # Leaves of a graph that is thrown away: with them the same tensors are saved as before.
+        unit.bind(Call(unit, [alias.requires_grad_() for alias in unit.aliases()]))
+        self._reopened[unit.name] = 1
+
+    def _leave_again(self, unit: UnitRuntime, output: Any) -> Any:
+        self._reopened[unit.name] -= 1
+        if self._reopened[unit.name]:
+            return output
+        pointers = unit.storage_pointers - {0}
+
+        def own(tensors: list[Tensor]) -> Sequence[Tensor]:
+            return [t.clone() if place(t) in pointers else t for t in tensors]
+
+        output = replace_tensors(output, unit.name, own)
+        del self._reopened[unit.name]
+        unit.unbind()
+        unit.empty()
+        return output
 
     # -- the list ---------------------------------------------------------------------------
 
@@ -245,10 +349,16 @@ class Engine:
             if action.event.kind == "leave" and unit.depth:
                 raise faults.still_running(unit.name, _PHASES[self.phase])
             walk.meet(walk.position)
-            if action.kind == "gather":
+            if action.kind == "gather" and self._keeps:
+                unit.finish()  # a later pass may need it, and finds it full
+            elif action.kind == "gather":
                 unit.drop()
             if action.event.kind == "enter" and self.phase == "train":
                 self._skip(action, unit)
+
+    @property
+    def _keeps(self) -> bool:
+        return self._schedule is not None and self._schedule.keeps
 
     def _skip(self, action: Action, unit: UnitRuntime) -> None:
         leaves = [leaf for _, leaf in unit.leaves()]
@@ -259,3 +369,7 @@ class Engine:
 
 
 _PHASES = {"idle": "outside a step", "train": "forward", "eval": "eval", "backward": "backward"}
+
+
+def _nothing() -> None:
+    """Where a region holds no units."""

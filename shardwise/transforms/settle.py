@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.optim.loss_scale import nearest_power
 from shardwise.sharding.errors import BatchError, LossError, OrderError, RankError, ShardwiseError
 from shardwise.sharding.movement import Transport
-from shardwise.sharding.pytree import tree_flatten
+from shardwise.sharding.pytree import tree_leaves
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import Sites
+from shardwise.transforms.desync import check_calls
+from shardwise.transforms.event_orders import merge
+from shardwise.transforms.loss import bad_count
 from shardwise.transforms.lowering import Lowering
+from shardwise.transforms.micro import MicroBatches, cut_batch, structure_of
 from shardwise.transforms.order import registration_order
-from shardwise.transforms.trace import Trace, merge, trace
+from shardwise.transforms.trace import Trace, trace
 
 
 class Failure:
@@ -39,11 +45,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank tells the others."""
+    """What one rank tells the others; `counted` are the names of `count_fn`."""
 
-    structure: str
-    seen: Trace | None
-    failure: str
+    call: str
+    structure: str | None = None
+    seen: Trace | None = None
+    failure: str = ""
+    elements: int = 0
+    counted: tuple[str, ...] | None = None
 
 
 def settle(
@@ -51,49 +60,75 @@ def settle(
     stage: Stage,
     batch: Any,
     *,
+    steps: int,
     sites: Sites,
     transport: Transport,
     device: torch.device,
+    call: str,
 ) -> Lowering:
     """Trace the forward pass on this rank, compare with the others, and lower again.
 
     Raises:
-        BatchError: batches differ in structure or dtype.
+        BatchError: batches differ in structure or dtype, or no rank has one.
         OrderError: ranks run units in orders that contradict each other.
-        RankError: the trace failed on another rank.
+        RankError: the trace failed on another rank, or ranks make different calls.
     """
-    seen: Trace | None = None
+    report = _Report(call)
     failure = Failure()
     try:
-        seen = trace(
-            lowering.plan,
-            stage,
-            lowering.loss_fn,
-            batch,
-            buffers=sites,
-            device=device,
-            staying=lowering.staying,
-        )
-    except ShardwiseError as error:
+        micros = cut_batch(batch, steps)
+        if micros:
+            seen = trace(
+                lowering.plan,
+                stage,
+                lowering.loss_fn,
+                micros[0],
+                buffers=sites,
+                device=device,
+                staying=lowering.staying,
+            )
+            report = _told(report, lowering, micros, seen)
+    except Exception as error:  # also the user's own, from count_fn: peers wait for this rank
         failure = Failure(error)
-    report = _Report(_structure(batch), seen, str(failure))
+        report = replace(report, failure=str(failure))
     reports: list[_Report] = transport.gather_objects(report)
+    check_calls([report.call for report in reports])
     raise_together([r.failure for r in reports], failure, "the first pass over the model")
     _check_structures([report.structure for report in reports])
     traces = [report.seen for report in reports if report.seen is not None]
-    return _combine(lowering, traces)
+    if not traces:
+        raise bad_count(0.0)
+    parts = lowering.plan.mesh.product(lowering.batch_axes)
+    elements = parts * sum(report.elements for report in reports) / len(reports)
+    counted = next((r.counted for r in reports if r.counted is not None), ())
+    lowered = _combine(lowering, traces, counted)
+    return replace(lowered, first_divisor=nearest_power(max(elements, 1.0)))
+
+
+def _told(report: _Report, lowering: Lowering, micros: Sequence[Any], seen: Trace) -> _Report:
+    counted = None
+    if seen.note and lowering.count_fn is not None:
+        names = tuple(sorted(lowering.count_fn(micros[0])))
+        counted = names if len(names) > 1 else ()  # a single term is a mean and needs no counts
+    elements = sum(_elements(micro) for micro in micros)
+    structure = structure_of(micros[0])
+    return replace(report, structure=structure, seen=seen, elements=elements, counted=counted)
 
 
 def agree_on_batch(batch: Any, transport: Transport) -> None:
     """Compare the structure of this rank's batch with the others'; one exchange of objects.
 
+    Of micro-batches the first is compared; a rank without a batch agrees with all.
+
     Raises:
         BatchError: batches differ in structure or dtype.
     """
-    _check_structures(transport.gather_objects(_structure(batch)))
+    micros = [batch] if batch is not None and not isinstance(batch, MicroBatches) else batch
+    mine = next((structure_of(one) for one in micros or ()), None)
+    _check_structures(transport.gather_objects(mine))
 
 
-def _combine(lowering: Lowering, traces: list[Trace]) -> Lowering:
+def _combine(lowering: Lowering, traces: list[Trace], counted: tuple[str, ...]) -> Lowering:
     known = {trace.aux for trace in traces if trace.aux is not None}
     if len(known) > 1:
         raise LossError(
@@ -117,31 +152,40 @@ def _combine(lowering: Lowering, traces: list[Trace]) -> Lowering:
     written = tuple(sorted({name for trace in traces for name in trace.written}))
     notes = [trace.note for trace in traces if trace.note]
     aux = next(iter(known)) if known and not notes else None
-    first = replace(traces[0], aux=aux, written=written, note=notes[0] if notes else "")
+    terms = next((trace.terms for trace in traces if trace.aux is not None), ()) or counted
+    note = notes[0] if notes else ""
+    calls = any(trace.calls_dropout for trace in traces)
+    first = replace(
+        traces[0], aux=aux, written=written, note=note, terms=terms, calls_dropout=calls
+    )
     return lowering.with_trace(first, order)
 
 
-def _structure(batch: Any) -> str:
-    leaves, structure = tree_flatten(batch, none_is_leaf=True)
-    kinds = [
-        f"{leaf.dtype} of {leaf.ndim} dims" if isinstance(leaf, Tensor) else type(leaf).__name__
-        for leaf in leaves
-    ]
-    return f"{structure} with {', '.join(kinds)}"
-
-
-def _check_structures(structures: list[str]) -> None:
-    other = next((rank for rank, one in enumerate(structures) if one != structures[0]), None)
+def _check_structures(structures: list[str | None]) -> None:
+    known = [one for one in structures if one is not None]
+    ranks = (rank for rank, one in enumerate(structures) if one is not None and one != known[0])
+    other = next(ranks, None)
     if other is None:
         return
     raise BatchError(
         "The batches of the ranks differ in structure.",
         where="program.step(state, batch)",
-        facts=[f"rank {rank}: {structure}" for rank, structure in enumerate(structures)],
+        facts=[f"rank {rank}: {one or 'no batch'}" for rank, one in enumerate(structures)],
         why="Ranks run one program; sizes may differ, keys, dtypes and dimensions may not.",
         fix="make the same keys with the same dtypes on every rank",
         rank=other,
     )
+
+
+def _elements(batch: Any) -> int:
+    """A guess at what the loss of a batch counts: tokens or labels if it has any, else rows.
+
+    Only the divisor of the first step depends on it.
+    """
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    whole = [t.numel() for t in tensors if not (t.is_floating_point() or t.is_complex())]
+    rows = [tensor.shape[0] for tensor in tensors[:1]]
+    return max([1, *whole, *rows])
 
 
 def raise_together(failures: list[str], mine: Failure, doing: str) -> None:

@@ -81,11 +81,9 @@ class Stepping:
         found: list[tuple[Group, Route]] = []
         for call in self.calls:
             whole = [group for group in call if group.gather]
+            found += [(group, self.route(group, group.work)) for group in whole for _ in range(2)]
             found += [
-                (group, self.route(group, group.layout.dtype)) for group in whole for _ in range(2)
-            ]
-            found += [
-                (group, self.route(group, values[group.key].dtype))
+                (group, self.route(group, group.working(values[group.key].dtype)))
                 for values in dicts
                 for group in whole
                 if group.key in values

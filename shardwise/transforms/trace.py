@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,11 +22,14 @@ from shardwise.sharding.compat import FakeTensorMode, TorchDispatchMode
 from shardwise.sharding.errors import ShardwiseError
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.pytree import tree_leaves, tree_map
+from shardwise.transforms.activations import Activations, Recomputation
 from shardwise.transforms.binding import Binding, Stage
+from shardwise.transforms.draws import TracedDraws, drawing
 from shardwise.transforms.faults import read_outside, written_in_place
 from shardwise.transforms.loss import parse_loss
-from shardwise.transforms.order import Event
+from shardwise.transforms.order import Event, call_of
 from shardwise.transforms.outputs import replace_tensors
+from shardwise.transforms.regions import Region
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -36,12 +40,16 @@ class Trace:
 
     Args:
         events: units in the order in which they were entered and left.
-        aux: names of the auxiliary metrics, sorted; None if the trace did not get there.
+        aux: names of the auxiliary metrics, loss terms included, sorted; None if the trace did not
+            get there.
+        terms: names of the loss terms if there are several, sorted.
         written: buffers that the forward pass changed.
         note: where the trace ended early, else "".
         activation_bytes: what autograd saves for backward beside parameters and batch; None if the
             trace ended early.
         forward_flops: of matrix products, convolutions and attention; None likewise.
+        recomputation: what recomputed modules change; None likewise.
+        calls_dropout: whether `sw.dropout` was called, other than by a module `sw.Dropout`.
     """
 
     events: tuple[Event, ...]
@@ -50,6 +58,9 @@ class Trace:
     note: str = ""
     activation_bytes: int | None = None
     forward_flops: int | None = None
+    terms: tuple[str, ...] = ()
+    recomputation: Recomputation | None = None
+    calls_dropout: bool = False
 
 
 def like(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -77,7 +88,10 @@ class Tracer:
         self._values: dict[str, list[Tensor]] = {}
         self._open: dict[str, int] = {}
         self._entered: dict[str, int] = {}
+        self._around: list[str] = []
+        self._num_calls: Counter[str] = Counter()
         self.events: list[Event] = []
+        self.activations: Activations | None = None
         infos = {info.path: info for info in plan.infos}
         with mode:
             for unit in plan.units:
@@ -101,7 +115,7 @@ class Tracer:
         self._bindings[unit].bind(self._values[unit])
         self._entered[unit] = len(self.events)
         grad = self._trainable[unit] and (unit in self._staying or torch.is_grad_enabled())
-        self.events.append(Event("enter", unit, grad))
+        self.events.append(Event("enter", unit, grad, tuple(self._around)))
 
     def leave(self, unit: str, output: Any, inputs: Any = None) -> Any:
         """Unbind and note; a frozen unit has a backward if its output has one."""
@@ -113,7 +127,7 @@ class Tracer:
         entered = self._entered[unit]
         grad = self.events[entered].grad or _requires_grad(output, unit)
         self.events[entered] = replace(self.events[entered], grad=grad)
-        self.events.append(Event("leave", unit, grad))
+        self.events.append(Event("leave", unit, grad, tuple(self._around)))
         self._bindings[unit].unbind(self._values[unit])
         return output
 
@@ -124,6 +138,25 @@ class Tracer:
         if not self._open.get(unit) or unit not in self._staying:
             raise read_outside(path, unit, "the trace of the forward pass")
         return self._values[unit][self._bindings[unit].index[path]]
+
+    def run(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module once and count what its recomputation will do."""
+        if not torch.is_grad_enabled() or self.activations is None:
+            return region.forward(*args, **kwargs)
+        call = call_of(region.name, self._num_calls[region.name])
+        self._num_calls[region.name] += 1
+        first = len(self.events)
+        self._around.append(call)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        try:
+            with self.activations.region(region, inputs):
+                output = region.forward(*args, **kwargs)
+        finally:
+            self._around.pop()
+        if region.spans and not _requires_grad(output, region.name):
+            # Backward never comes here, so nothing inside is gathered again.
+            self.events[first:] = [_outside(event, call) for event in self.events[first:]]
+        return output
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -147,6 +180,10 @@ def _fake_parameter(
     shape: tuple[int, ...], dtype: str, device: torch.device, trainable: bool
 ) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device=device, requires_grad=trainable)
+
+
+def _outside(event: Event, call: str) -> Event:
+    return replace(event, regions=tuple(region for region in event.regions if region != call))
 
 
 def _requires_grad(output: Any, unit: str) -> bool:
@@ -193,19 +230,22 @@ def trace(
     fakes = {name: mode.from_tensor(value) for name, value in held.items()}
     storages = {name: _storage(fake) for name, fake in fakes.items()}
     aux: tuple[str, ...] | None = None
-    activation_bytes: int | None = None
+    terms: tuple[str, ...] = ()
     flops = FlopCounterMode(display=False)
     writes = _Writes()
+    draws = TracedDraws()
     note = ""
     try:
         _hold(buffers, fakes)
         with mode:
             inputs = tree_map(lambda leaf: _fake_input(leaf, mode, device), batch)
-        saved = _Saved([*tracer.parameters, *tree_leaves(inputs), *fakes.values()])
-        with _unlogged(), mode, torch.enable_grad(), saved.hooks(), flops, writes:
+        known = [*tracer.parameters, *tree_leaves(inputs), *fakes.values()]
+        saved = tracer.activations = Activations(known, flops.get_total_flops)
+        grad = torch.enable_grad()
+        with drawing(draws), _unlogged(), mode, grad, saved.hooks(), flops, writes:
             tracer.enter("")
-            aux = tuple(parse_loss(loss_fn(stage.template.module, inputs), inputs).aux)
-        activation_bytes = saved.nbytes
+            loss = parse_loss(loss_fn(stage.template.module, inputs), inputs)
+            aux, terms = tuple(loss.aux), tuple(loss.terms)
         tracer.refuse_writes(writes.storages)
     except ShardwiseError:
         raise
@@ -223,8 +263,17 @@ def trace(
         _hold(buffers, held)
         tracer.close()
         stage.guide = guide
-    total = None if note else flops.get_total_flops()
-    return Trace(tuple(tracer.events), aux, written, note, activation_bytes, total)
+    seen = Trace(
+        tuple(tracer.events), aux, written, note, terms=terms, calls_dropout=draws.functional
+    )
+    if note or tracer.activations is None:
+        return seen
+    return replace(
+        seen,
+        activation_bytes=tracer.activations.saved_bytes(written),
+        forward_flops=flops.get_total_flops(),
+        recomputation=tracer.activations.recomputation(),
+    )
 
 
 def _hold(
@@ -274,25 +323,6 @@ class _Writes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Saved:
-    """Adds up what autograd saves, each storage once."""
-
-    def __init__(self, known: Sequence[Any]) -> None:
-        self.nbytes = 0
-        self._seen = {_storage(leaf) for leaf in known if isinstance(leaf, Tensor)}
-
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Context in which saved tensors are counted."""
-        return torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
-
-    def _note(self, tensor: Tensor) -> Tensor:
-        storage = _storage(tensor)
-        if storage not in self._seen:
-            self._seen.add(storage)
-            self.nbytes += tensor.untyped_storage().nbytes()
-        return tensor.detach()
-
-
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -315,64 +345,3 @@ def _where(error: BaseException) -> str:
     place = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "torch"
     first = (str(error).splitlines() or [""])[0]
     return f"the trace ended at {place} ({type(error).__name__}: {first})"
-
-
-def complete(events: Sequence[Event], plan: Plan, default: Sequence[Event]) -> tuple[Event, ...]:
-    """The traced events with every unit that was not met put where it is registered.
-
-    A unit that this batch does not use may be used by the next one, so all of them have a turn.
-    """
-    result = list(events)
-    left = {e.unit for e in default if e.kind == "leave"}
-    open_units = [e.unit for e in _unclosed(result) if e.unit in left]
-    result += [Event("leave", unit) for unit in reversed(open_units)]
-    rank = {unit.name: index for index, unit in enumerate(plan.units)}
-    met = {event.unit for event in result}
-    for event in default:
-        if event.kind == "enter" and event.unit not in met:
-            met.add(event.unit)
-            pair = [event]
-            if any(e.kind == "leave" and e.unit == event.unit for e in default):
-                pair.append(Event("leave", event.unit, event.grad))
-            place = _place(result, event.unit, rank)
-            result[place:place] = pair
-    return tuple(result)
-
-
-def _unclosed(events: Sequence[Event]) -> list[Event]:
-    open_events: list[Event] = []
-    for event in events:
-        if event.kind == "enter":
-            open_events.append(event)
-        else:
-            open_events = [e for e in open_events if e.unit != event.unit]
-    return open_events
-
-
-def _place(events: Sequence[Event], unit: str, rank: Mapping[str, int]) -> int:
-    """Inside the enclosing unit if there is one, else before the first unit registered later."""
-    for index, event in enumerate(events):
-        if event.kind == "leave" and unit.startswith(event.unit + "."):
-            return index
-    depth = 0
-    for index, event in enumerate(events):
-        if event.kind == "enter" and depth <= 0 and rank[event.unit] > rank[unit]:
-            return index
-        has_leave = any(e.kind == "leave" and e.unit == event.unit for e in events)
-        depth += (1 if event.kind == "enter" else -1) if has_leave else 0
-    return len(events)
-
-
-def merge(orders: Sequence[Sequence[Event]], default: Sequence[Event]) -> tuple[Event, ...] | None:
-    """One order that every rank's order is a part of, or None if they contradict each other."""
-    if all(tuple(order) == tuple(orders[0]) for order in orders):
-        return tuple(orders[0])
-    for candidate in (default, *sorted(orders, key=len, reverse=True)):
-        if all(_is_part(order, candidate) for order in orders):
-            return tuple(candidate)
-    return None
-
-
-def _is_part(order: Sequence[Event], whole: Sequence[Event]) -> bool:
-    position = iter((event.kind, event.unit) for event in whole)
-    return all((event.kind, event.unit) in position for event in order)

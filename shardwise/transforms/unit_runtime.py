@@ -10,17 +10,11 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.compat import storage_key
 from shardwise.sharding.functional import Template
 from shardwise.sharding.movement import Collective, Mover
 from shardwise.transforms.binding import Binding
 from shardwise.transforms.buffers import BucketBuffers
-
-
-def place(tensor: Tensor) -> int:
-    """Where the values of a tensor lie; 0 for one without a storage of its own."""
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return 0
-    return tensor.untyped_storage().data_ptr()
 
 
 @dataclass(eq=False, slots=True)
@@ -80,6 +74,11 @@ class UnitRuntime:
         return {buffers.storage_pointer for buffers in self.buffers}
 
     @property
+    def storage_keys(self) -> set[int]:
+        """What the compute views share with every tensor over the same memory, full or empty."""
+        return {storage_key(buffers.views[0]) for buffers in self.buffers if buffers.views}
+
+    @property
     def is_full(self) -> bool:
         """Whether the compute views hold values."""
         return all(buffers.is_full for buffers in self.buffers)
@@ -113,12 +112,18 @@ class UnitRuntime:
         for buffers in self.buffers:
             buffers.empty()
 
-    def reset(self) -> None:
-        """Unbind and free everything, whatever the state."""
+    def rest(self, *, keep: bool) -> None:
+        """Unbind at the end of a pass, whatever the state; `keep` leaves weights full."""
         if self.call is not None:
             self._binding.restore()
             self.call = None
         self.depth = 0
+        for buffers in self.buffers:
+            buffers.rest(keep=keep)
+
+    def reset(self) -> None:
+        """Unbind and free everything, gradients included."""
+        self.rest(keep=False)
         for buffers in self.buffers:
             buffers.reset()
 
@@ -159,22 +164,30 @@ class UnitRuntime:
             self._binding.unbind(parameters)
 
     def reduce(
-        self, grads: Sequence[Tensor | None], items: Sequence[Sequence[Collective]]
-    ) -> list[Tensor]:
-        """Land the gradients of all trainable buckets; missing ones count as zero."""
-        landed = []
+        self,
+        grads: Sequence[Tensor | None],
+        items: Sequence[Sequence[Collective]],
+        *,
+        ends: bool,
+    ) -> None:
+        """Add and move the gradients of all trainable buckets; missing ones count as zero.
+
+        Args:
+            grads: of the trainable parameters in turn, or none at all.
+            items: what moves, by bucket.
+            ends: whether this is the unit's last call in the step.
+        """
         position = 0
         for number, (buffers, _) in enumerate(self._leaves):
             count = len(buffers.bucket.paths)
             part = grads[position : position + count] or [None] * count
-            landed.append(buffers.reduce(part, items[number] if items else ()))
+            buffers.reduce(part, items[number] if items else (), ends=ends)
             position += count
-        return landed
 
-    def land(self) -> None:
-        """Have all reduced gradients arrive."""
+    def collect(self) -> None:
+        """Have reduce-scatters that are in flight arrive."""
         for buffers, _ in self._leaves:
-            buffers.land()
+            buffers.collect()
 
 
 def _leaf(bucket: Bucket, device: torch.device) -> Tensor:

@@ -8,23 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.optim.flat import squared_norm
+from shardwise.optim.norms import Norm
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.gradients import Grads
 from shardwise.sharding.leaves import Flats
-from shardwise.sharding.movement import Mover, packed_sum
+from shardwise.sharding.movement import Mover
 from shardwise.sharding.opt_state import is_over, split
 from shardwise.sharding.redistribute import route_items, run_route
 from shardwise.sharding.state import State
 from shardwise.transforms.lowering import Lowering
+from shardwise.transforms.norms import run_norms
+from shardwise.transforms.rounding import Rounding, narrowed, rounded_params, widened
 from shardwise.transforms.stepping import Step, Stepping
 
 
 @torch.no_grad()
 def run_update(
     mover: Mover, lowering: Lowering, state: State, grads: Grads
-) -> tuple[Any, Tensor | None]:
-    """Write the new parameters into the state's buckets; return optimizer state and norm."""
+) -> tuple[Any, dict[Norm, Tensor]]:
+    """Write the new parameters into the state's buckets; return optimizer state and norms."""
     members = [bucket for bucket in lowering.all_buckets if bucket.opt]
     landed: Flats = {}
     params: Flats = {}
@@ -35,27 +37,33 @@ def run_update(
         if bucket.has_master:
             params[bucket.name] = state.masters[bucket.name]
         else:
-            params[bucket.name] = run_route(mover, to_params, state.flats[bucket.name], ())
-    norm = global_norm(mover, lowering, members, landed)
+            items = route_items(to_params, bucket.unit, "update")
+            flat = run_route(mover, to_params, state.flats[bucket.name], items)
+            params[bucket.name] = flat.to(bucket.work)
+    norms = run_norms(mover, lowering.norms, landed)
     step = Step(
         lowering.stepping,
         mover,
         params=slices(members, params),
         grads=slices(members, landed),
         used=grads.used,
-        extra={} if norm is None else {"norm": norm},
+        extra={"norms": norms} if norms else {},
     )
     unused = Unused(lowering.stepping, grads.used)
-    unused.note(step.params, state.opt_flats)
-    opt_flats = step.run(state.opt_flats)
+    opt_flats = widened(lowering.stepping, state.opt_flats)
+    unused.note(step.params, opt_flats)
+    opt_flats = step.run(opt_flats)
     unused.restore(step.params, opt_flats)
+    rounding = Rounding(int(state.seed), int(state.step), mover.mesh, mover.coords)
+    opt_flats = narrowed(lowering.stepping, state.opt_flats, opt_flats, rounding)
     for bucket in members:
         _, _, back = lowering.routes[bucket.name]
-        flat = state.flats[bucket.name]
-        if params[bucket.name] is not flat:
+        flat, new = state.flats[bucket.name], params[bucket.name]
+        if new is not flat:
+            new = rounded_params(rounding, bucket, new) if bucket.rounds else new
             items = route_items(back, bucket.unit, "update")
-            run_route(mover, back, params[bucket.name], items, out=flat)
-    return opt_flats, norm
+            run_route(mover, back, new, items, out=flat)
+    return opt_flats, norms
 
 
 def slices(members: Sequence[Bucket], flats: Flats) -> Flats:
@@ -63,24 +71,6 @@ def slices(members: Sequence[Bucket], flats: Flats) -> Flats:
     return {
         group.key: group.slice(flats[bucket.name]) for bucket in members for group in bucket.groups
     }
-
-
-def global_norm(
-    mover: Mover, lowering: Lowering, members: Sequence[Bucket], groups: Flats
-) -> Tensor | None:
-    """The 2-norm of the whole gradient by one packed reduction; replicated parts count once."""
-    if "norm" not in lowering.optimizer.needs:
-        return None
-    if not members:
-        return torch.zeros((), dtype=torch.float64)
-    squares = squared_norm(groups)
-    values = torch.stack([squares[bucket.name] for bucket in members])
-    items = lowering.norm_items
-    axes = [set(bucket.opt.axes) if bucket.opt else set() for bucket in members]
-    shared = torch.tensor(
-        [[item.axis not in cut for cut in axes] for item in items], device=values.device
-    )
-    return packed_sum(mover, values, items, shared).sum().sqrt()
 
 
 class Unused:

@@ -23,6 +23,7 @@ from examples import from_deepspeed, from_fsdp2, levels, own_optimizer, own_tran
 FOLDER = Path(__file__).parents[2] / "examples"
 TESTED_ELSEWHERE = {"gpt", "quickstart"}
 NAMES = (
+    "adapters",
     "from_deepspeed",
     "from_fsdp2",
     "hf_zero3",
@@ -106,6 +107,9 @@ def test_training_gets_somewhere(name: str, alone: Figures) -> None:
     assert all(math.isfinite(figure) for figure in figures)
     if name == "rl_loop":
         assert sum(figures[-5:]) > 2 * sum(figures[:5])
+    elif name == "adapters":
+        assert figures[3] < figures[2] < figures[0]  # the base joins
+        assert figures[6] < figures[5]  # merged: the same function, one step later
     else:
         assert figures[-1] < 0.97 * figures[0]
 

@@ -125,6 +125,9 @@ def test_the_table_shows_a_difference_from_the_prediction() -> None:
         tokens_per_second=9876.5,
         predicted_bytes=1000,
         measured_bytes=1001,
+        predicted_step=2000,
+        measured_step=2002,
+        plain_step=7000,
         predicted=Traffic(10, 5000),
         executed=Traffic(11, 5500),
         same_collectives=False,
@@ -136,6 +139,8 @@ def test_the_table_shows_a_difference_from_the_prediction() -> None:
     Console(file=out, width=120).print(summary(outcome))
     text = out.getvalue()
     for word in ("2.125", "3.250", "1,001", "predicted 1,000", "5,500", "ANOTHER"):
+        assert word in text
+    for word in ("2,002", "predicted 2,000", "predicted 7,000"):
         assert word in text
     assert "0.0" in text
 

@@ -35,12 +35,25 @@ def check(outcome: Outcome, ranks: int) -> None:
     GPT().load_state_dict(load_file(outcome.weights))
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-def test_two_ranks_train_as_the_split_reference_bit_for_bit(tmp_path: Path, zero: int) -> None:
-    outcomes = spawn(run, ranks=2, args=(options(tmp_path, zero=zero, check=True),), timeout=200)
+@pytest.mark.parametrize(
+    "changes", [{"zero": 1}, {"zero": 3}, {"zero": 2, "accumulate": 2, "remat": True}], ids=str
+)
+def test_two_ranks_train_as_the_split_reference_bit_for_bit(
+    tmp_path: Path, changes: dict[str, int]
+) -> None:
+    asked = options(tmp_path, check=True, **changes)
+    outcomes = spawn(run, ranks=2, args=(asked,), timeout=200)
     check(outcomes[0], 2)
-    own = {"sample": "", "tokens_per_second": 0.0, "largest_difference": None}
+    own = {"sample": "", "tokens_per_second": 0.0, "largest_difference": None, "measured_step": 0}
     assert outcomes[0]._replace(**own) == outcomes[1]._replace(**own)
+
+
+def test_options_save_the_memory_that_is_predicted(tmp_path: Path) -> None:
+    asked = Options(steps=2, rows=32, out=str(tmp_path), precision="bf16", accumulate=4, remat=True)
+    one = spawn(run, ranks=2, args=(asked,), timeout=200)[0]
+    assert one.same_collectives
+    assert one.predicted_step < 0.6 * one.plain_step
+    assert 0.7 * one.predicted_step < one.measured_step < 1.05 * one.predicted_step + 2**20
 
 
 def test_a_world_of_one_needs_no_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

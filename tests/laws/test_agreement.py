@@ -62,7 +62,7 @@ def with_rank(program: sw.Program, batch: dict[str, Tensor], size: int) -> Any:
     """The parts of a batch, with the number of the rank in each."""
     lifted = program.shard_batch(batch)
     return lifted.map(
-        lambda part, rank: {**part, "rank": torch.tensor([rank])}, sw.Lifted(range(size))
+        lambda part, rank: {**part, "rank": torch.tensor(rank)}, sw.Lifted(range(size))
     )
 
 
@@ -145,7 +145,7 @@ def test_another_structure_on_one_rank_is_an_error_on_all(
         program = sw.lower(training.plan(training.model), training.toy.loss_fn, optimizer).bind()
         state: Any = program.init(training.seed)
         parts = list(program.shard_batch(training.batches[0]).ranks)
-        parts[odd] = {**parts[odd], "more": torch.ones(1)}
+        parts[odd] = {**parts[odd], "more": torch.ones(())}
         seen = outcome_of_each_rank(world, program, state, sw.Lifted(parts))
     assert all(isinstance(error, BatchError) for error in seen)
     assert len({str(error) for error in seen}) == 1

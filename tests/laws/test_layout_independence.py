@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,10 +53,10 @@ def test_another_seed_gives_other_weights(training: Training) -> None:
 class Masks(nn.Module):
     """Adds a dropped-out row of ones to its bias, so that the gradient shows the mask."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: type[nn.Module]) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(64))
-        self.dropout = nn.Dropout(0.5)
+        self.dropout = dropout(0.5)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.bias)
@@ -64,23 +65,42 @@ class Masks(nn.Module):
         return self.dropout(x + self.bias)
 
 
-def seen_masks(mesh: sw.Mesh, seed: int, steps: int) -> list[list[Tensor]]:
-    """Per step and rank, which elements of one row were kept."""
+def seen_masks(
+    mesh: sw.Mesh,
+    seed: int,
+    steps: int,
+    *,
+    dropout: type[nn.Module] = nn.Dropout,
+    batch: tuple[str, ...] | None = None,
+) -> list[list[Tensor]]:
+    """Per step and rank, which elements of one row were kept.
+
+    Args:
+        mesh: of the ranks.
+        seed: of the state.
+        steps: how many.
+        dropout: what drops.
+        batch: axes that split the batch; default all.
+    """
     masks: list[list[Tensor]] = []
 
-    def loss_fn(model: Any, batch: Tensor) -> Tensor:
-        output = model(batch)
+    def loss_fn(model: Any, batch: dict[str, Any]) -> Tensor:
+        output = model(batch["x"])
         if type(output) is Tensor:  # the trace of the first step has fake ones
-            masks[-1].append((output != 0).detach().clone())
+            masks[-1][batch["rank"]] = (output != 0).detach().clone()
         return output.sum()
 
     with sw.simulate(mesh):
-        plan = sw.plan(Masks(), mesh, sw.zero(3, mesh.names))
+        plan = sw.plan(Masks(dropout), mesh, *([] if batch else [sw.zero(3, mesh.names)]))
+        if batch:  # no transform claims an axis for the model yet: say so by hand
+            vars(plan)["derived"] = replace(plan.derived, batch=batch)
         program = sw.lower(plan, loss_fn, sw.optim.sgd(0.0)).bind()
         state = program.init(seed)
+        x = torch.ones(1, 64)
+        batches = sw.Lifted([{"x": x, "rank": rank} for rank in range(mesh.size)])
         for _ in range(steps):
-            masks.append([])
-            state, _ = program.step(state, program.shard_batch(torch.ones(mesh.size, 64)))
+            masks.append([torch.empty(0)] * mesh.size)
+            state, _ = program.step(state, batches)
     return masks
 
 
@@ -94,3 +114,22 @@ def test_dropout_differs_over_data_ranks_and_steps_and_repeats_with_the_seed() -
     assert [m.flatten().tolist() for step in again for m in step] == flat
     other = seen_masks(mesh, 1, 1)
     assert all(mask.flatten().tolist() not in flat for mask in other[0])
+
+
+@pytest.mark.parametrize("dropout", [nn.Dropout, sw.Dropout])
+def test_masks_are_equal_where_the_activation_is_replicated(dropout: type[nn.Module]) -> None:
+    mesh = sw.Mesh(dp=2, tp=2)
+    for step in seen_masks(mesh, 0, 2, dropout=dropout, batch=("dp",)):
+        assert torch.equal(step[0], step[1])
+        assert torch.equal(step[2], step[3])
+        assert not torch.equal(step[0], step[2])
+
+
+def test_layout_independent_masks_are_rows_of_one_mask() -> None:
+    (whole,) = seen_masks(sw.Mesh(fsdp=1), 0, 1, dropout=sw.Dropout)
+    assert len(whole[0]) == 1
+    for mesh in (sw.Mesh(fsdp=2), sw.Mesh(fsdp=3), sw.Mesh(dp=2, fsdp=2)):
+        (masks,) = seen_masks(mesh, 0, 1, dropout=sw.Dropout)
+        (more,) = seen_masks(sw.Mesh(fsdp=4), 0, 1, dropout=sw.Dropout)
+        assert torch.equal(torch.cat(masks), torch.cat(more)[: mesh.size])
+        assert torch.equal(masks[0], whole[0])

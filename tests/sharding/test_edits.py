@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 
 from shardwise.sharding.edits import (
     PHASES,
+    AccumulateEdit,
     Clauses,
     FreezeEdit,
     HomeEdit,
     KeepEdit,
+    LossScaleEdit,
     PrefetchEdit,
+    RematEdit,
     TreeAtEdit,
 )
 from shardwise.sharding.errors import PlanError
 from shardwise.sharding.failures import Failure, raise_failures
 from shardwise.sharding.plan import plan
+from shardwise.sharding.precision import PrecisionEdit
 from shardwise.sharding.replay import KINDS, selected
 from shardwise.sharding.units import param_infos
 from tests.sharding.toys import MESH, Tiny
@@ -30,6 +35,10 @@ EDITS = [
     FreezeEdit(where=(("embed",),)),
     KeepEdit(where=(("layers.0",),)),
     PrefetchEdit(distance=1),
+    PrecisionEdit(compute="bfloat16", rounding="nearest"),
+    LossScaleEdit(window=500),
+    AccumulateEdit(steps=4, gather="step"),
+    RematEdit(modules=("layers.*",), policy="save", names=("hidden",)),
     TreeAtEdit(home="opt", path="head.weight", spec="d0/dp d1"),
 ]
 
@@ -75,7 +84,12 @@ def test_all_ways_to_clear_a_home_are_one_value() -> None:
 
 
 def test_order_of_edits_across_phases_does_not_matter() -> None:
-    plans = {plan(Tiny(), MESH).edit(*order) for order in itertools.permutations(EDITS)}
+    shuffle = random.Random(0)
+    orders = [shuffle.sample(EDITS, len(EDITS)) for _ in range(500)]
+    orders += [
+        [EDITS[a], EDITS[b], *EDITS] for a, b in itertools.permutations(range(len(EDITS)), 2)
+    ]
+    plans = {plan(Tiny(), MESH).edit(*order) for order in orders}
     assert len(plans) == 1
     one_by_one = plan(Tiny(), MESH)
     for edit in reversed(EDITS):
@@ -117,6 +131,19 @@ def test_selection_needs_every_clause_and_knows_aliases() -> None:
         (lambda: HomeEdit(home="opt", axis=("a", "a")), "axis=('a',)"),
         (lambda: PrefetchEdit(distance=True), "prefetch(True)"),
         (lambda: PrefetchEdit(distance=1, where=(("a",),)), "cannot be masked"),
+        (lambda: LossScaleEdit(where=(("a",),)), "loss_scale cannot be masked"),
+        (lambda: RematEdit(modules=("a",), policy="dot"), "the unknown policy 'dot'"),
+        (lambda: RematEdit(modules=("a",), policy="save"), "keeps 0 names under the policy 'save'"),
+        (lambda: RematEdit(modules=("a",), policy="dots", names=("b",)), "names: b"),
+        (lambda: LossScaleEdit(value=-1.0), "value is -1.0"),
+        (lambda: LossScaleEdit(value=float("nan")), "value is nan"),
+        (lambda: LossScaleEdit(value="dynamic"), "value is 'dynamic'"),  # type: ignore[arg-type]
+        (lambda: LossScaleEdit(initial_power=127), "a whole number, at most 126"),
+        (lambda: LossScaleEdit(window=0), "window is 0, initial_power is 16"),
+        (lambda: LossScaleEdit(hysteresis=1.5), "hysteresis is 1.5"),  # type: ignore[arg-type]
+        (lambda: LossScaleEdit(minimum=0.0), "allowed: 0 < minimum <= 2**initial_power"),
+        (lambda: LossScaleEdit(minimum=2.0**17), "minimum is 131072.0"),
+        (lambda: LossScaleEdit(initial_power=33), "maximum is 4294967296.0, initial_power is 33"),
     ],
 )
 def test_impossible_edits_cannot_be_made(make: object, words: str) -> None:

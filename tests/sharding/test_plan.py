@@ -18,6 +18,8 @@ from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.plan import Plan, Transform, plan
 from shardwise.sharding.rules import Rules
 from shardwise.transforms.compose import chain, tree_at
+from shardwise.transforms.loss_scale import loss_scale
+from shardwise.transforms.remat import remat, save
 from shardwise.transforms.zero import freeze, keep_gathered, prefetch, shard_params, zero
 from tests.sharding import toys
 from tests.sharding.toys import MESH, Block, Tiny
@@ -34,6 +36,8 @@ def rich_plan() -> Plan:
         freeze("norm"),
         keep_gathered("layers.0"),
         prefetch(2),
+        remat(("layers.*", "~layers.1"), save("hidden")),
+        loss_scale(window=500, maximum=float("inf")),
         tree_at("opt", "embed.weight", "vocab embed/(fsdp dp)"),
         rules=Rules(vocab="tp"),
         axes={"embed": "vocab embed"},
@@ -127,7 +131,7 @@ def test_json_keeps_every_kind_of_edit() -> None:
     assert again.mesh.links == ("network", "")
     assert again.info("head.weight").path == "embed.weight"
     assert again.why("embed.weight") == laid.why("embed.weight")
-    assert len(laid.edits) == 7
+    assert len(laid.edits) == 9
 
 
 @pytest.mark.parametrize(

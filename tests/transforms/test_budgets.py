@@ -119,7 +119,8 @@ def test_planning_for_4096_ranks_takes_under_two_seconds() -> None:
     with torch.device("meta"):
         model = Llama().bfloat16()
     start = time.process_time()
-    plan = sw.plan(model, sw.Mesh(dp=16, fsdp=256), sw.zero(3, "fsdp"))
+    with_master = sw.precision(params="bfloat16")
+    plan = sw.plan(model, sw.Mesh(dp=16, fsdp=256), sw.zero(3, "fsdp"), with_master)
     text = str(plan)
     items = sw.lower(plan, loss_fn, sw.optim.adamw(1e-3)).collectives()
     assert time.process_time() - start < 2

@@ -121,8 +121,9 @@ def test_a_written_buffer_costs_one_gather_and_others_none():
         state = program.init(sw.from_module(module))
         program.step(state, program.shard_batch(batches()[0]))
     items = [item for item in program.last_collectives if item.reason == "buffers"]
-    written = 2 * (4 + 4 + 1) + 1 + 4 + 4 + 2  # all but `table` and `turns`, as float64
-    assert [(item.kind, item.nbytes) for item in items] == [("all_gather", 8 * written)]
+    # All but `table` and `turns`, as float64, and whether the rank had a batch.
+    written = 2 * (4 + 4 + 1) + 1 + 4 + 4 + 2
+    assert [(item.kind, item.nbytes) for item in items] == [("all_gather", 8 * (1 + written))]
 
 
 def test_eval_reads_the_buffers_and_writes_none():

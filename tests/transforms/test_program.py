@@ -337,7 +337,7 @@ def test_shard_batch_cuts_rows_and_leaves_the_rest(simulated, module):
     ("batch", "fact"),
     [
         ({"x": torch.ones(4), "y": torch.ones(6)}, "rows of its tensors: 4, 6"),
-        ({"x": torch.ones(1)}, "rows of its tensors: 1"),
+        (["a"], "a list, holds no tensor with rows"),
     ],
 )
 def test_a_batch_that_cannot_be_cut(simulated, module, batch, fact):

@@ -1,0 +1,299 @@
+"""Moves tensors into a flat buffer from wherever they lie, over another mesh of the same ranks too.
+
+[Note: who sends what]
+A tensor lies in parts: its rows along one dimension, cut over some axes of some mesh. Ranks that
+differ only in other axes hold the same part. A rank needs its target part, which overlaps some
+source parts; what it holds itself it copies, and each other piece it gets from one holder, chosen
+by its own number so that replicas share the work. All of that follows from the two layouts alone,
+so every rank knows what it sends and receives, and the bytes are known before anything moves. One
+all-to-all over the job fills one buffer: nothing larger than that buffer and its messages is ever
+held, and a rank sends nothing that the other has already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.sharding.compat import copy_all
+from shardwise.sharding.layout import Entry, Layout
+from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.movement import Collective, Mover, finish
+
+JOB = "*"
+"""The axis of a collective that all ranks of the job take part in, whatever their mesh."""
+
+
+class Grid:
+    """The parts that some axes of a mesh make, and the ranks that hold each.
+
+    >>> grid = Grid(Mesh(dp=2, fsdp=2), ("fsdp",))
+    >>> grid.part_of, grid.holders
+    ([0, 1, 0, 1], [[0, 2], [1, 3]])
+    """
+
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
+        self.mesh = mesh
+        self.axes = axes
+        self.part_of = [mesh.index(axes, mesh.coords(rank)) for rank in range(mesh.size)]
+        self.holders: list[list[int]] = [[] for _ in range(mesh.product(axes))]
+        for rank, part in enumerate(self.part_of):
+            self.holders[part].append(rank)
+
+    def holder_for(self, part: int, rank: int) -> int:
+        """Who gives a part to a rank that does not hold it."""
+        holders = self.holders[part]
+        return holders[rank % len(holders)]
+
+
+@dataclass(frozen=True)
+class Lying:
+    """How one tensor lies: its parts are rows along a dimension."""
+
+    grid: Grid
+    entry: Entry
+
+    def rows(self, part: int) -> tuple[int, int]:
+        """First row and end of a part; may be empty."""
+        dim, shape, block = self.entry.dim, self.entry.shape, self.entry.block
+        if len(self.grid.holders) == 1:
+            return 0, shape[dim] if shape else 1
+        start = min(part * block[dim], shape[dim])
+        return start, min(start + block[dim], shape[dim])
+
+    def parts_over(self, start: int, stop: int) -> range:
+        """The parts that have some of these rows."""
+        if len(self.grid.holders) == 1:
+            return range(1)
+        chunk = max(1, self.entry.block[self.entry.dim])
+        return range(start // chunk, min(-(-stop // chunk), len(self.grid.holders)))
+
+
+class Held(NamedTuple):
+    """One tensor on this rank: its part as a padded block, and how all parts lie."""
+
+    lying: Lying
+    block: Tensor
+
+
+class Piece(NamedTuple):
+    """Rows of one tensor that go from one rank to another: ranges of the two cut dimensions."""
+
+    path: str
+    peer: int
+    source_rows: tuple[int, int]
+    target_rows: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A flat buffer and where its values come from.
+
+    Args:
+        unit: whose tensors they are.
+        target: the buffer.
+        layout: of the buffer.
+        grid: of the layout.
+        sources: by path; what has none stays as it is.
+    """
+
+    unit: str
+    target: Tensor
+    layout: Layout
+    grid: Grid
+    sources: Mapping[str, Held]
+
+    def lying(self, path: str) -> Lying:
+        """How a tensor lies in the target."""
+        return Lying(self.grid, self.layout.by_path[path])
+
+    def wires(self) -> dict[torch.dtype, tuple[str, ...]]:
+        """Paths by the dtype that travels: the narrower of source and target."""
+        found: dict[torch.dtype, list[str]] = {}
+        for entry in self.layout.entries:
+            if entry.path in self.sources:
+                given = self.sources[entry.path].block.dtype
+                wide = given.itemsize > self.layout.dtype.itemsize
+                found.setdefault(self.layout.dtype if wide else given, []).append(entry.path)
+        return {dtype: tuple(paths) for dtype, paths in found.items()}
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One all-to-all of a fill: what this rank sends, receives and copies, in order."""
+
+    fill: Fill
+    dtype: torch.dtype
+    sends: tuple[Piece, ...]
+    receives: tuple[Piece, ...]
+    own: tuple[Piece, ...]
+    item: Collective | None
+
+
+def plan_fill(fill: Fill, rank: int) -> tuple[Exchange, ...]:
+    """The exchanges of a fill, one for each dtype on the wire; nothing moves.
+
+    Args:
+        fill: the buffer.
+        rank: this rank.
+    """
+    return tuple(_plan(fill, dtype, paths, rank) for dtype, paths in fill.wires().items())
+
+
+def run_exchange(exchange: Exchange, mover: Mover) -> None:
+    """Fill the target of an exchange.
+
+    Args:
+        exchange: from `plan_fill`.
+        mover: the choke point; `exchange.item` is what it expects.
+    """
+    fill = exchange.fill
+    received: list[Tensor] = []
+    if exchange.item is not None:
+        size, device = fill.grid.mesh.size, fill.target.device
+        sends, sent = _message(exchange, exchange.sends, size, device)
+        _copy(sends.parts, [_source_view(fill, piece) for piece in exchange.sends])
+        receives, counts = _message(exchange, exchange.receives, size, device)
+        finish(mover.all_to_all(receives.flat, sends.flat, counts, sent, exchange.item))
+        received = receives.parts
+    targets = [_target_view(fill, piece) for piece in exchange.receives]
+    own = [_target_view(fill, piece) for piece in exchange.own]
+    values = [_source_view(fill, piece) for piece in exchange.own]
+    _copy([*targets, *own], [*received, *values])
+
+
+def _copy(targets: list[Tensor], values: list[Tensor]) -> None:
+    if targets:
+        copy_all(targets, values)
+
+
+def _plan(fill: Fill, dtype: torch.dtype, paths: Sequence[str], rank: int) -> Exchange:
+    sends: list[Piece] = []
+    receives: list[Piece] = []
+    own: list[Piece] = []
+    for path in paths:
+        source, target = fill.sources[path].lying, fill.lying(path)
+        sends += _sent(path, source, target, rank)
+        for piece in _needed(path, source, target, rank):
+            (own if piece.peer == rank else receives).append(piece)
+    # The sort is stable: between two ranks the order stays that of the layout, on both sides.
+    sends.sort(key=lambda piece: piece.peer)
+    receives.sort(key=lambda piece: piece.peer)
+    item = None
+    if any(not _stays(fill.sources[path].lying, fill.lying(path)) for path in paths):
+        nbytes = dtype.itemsize * sum(_numel(fill, piece) for piece in sends)
+        item = Collective("all_to_all", JOB, nbytes, fill.unit, "carry", dtype)
+    return Exchange(fill, dtype, tuple(sends), tuple(receives), tuple(own), item)
+
+
+def _stays(source: Lying, target: Lying) -> bool:
+    """Whether every rank has what it needs; the same answer on every rank."""
+    axes, finer = source.grid.axes, target.grid.axes
+    if not axes:
+        return True
+    same = source.grid.mesh == target.grid.mesh and source.entry.dim == target.entry.dim
+    return same and finer[: len(axes)] == axes
+
+
+def _needed(path: str, source: Lying, target: Lying, rank: int) -> Iterator[Piece]:
+    """What this rank's target part is made of; the peer is the rank itself where it has it."""
+    target_rows = target.rows(target.grid.part_of[rank])
+    mine = source.grid.part_of[rank]
+    for part in _overlapping(source, target, target_rows):
+        rows = _common(source, target, source.rows(part), target_rows)
+        if rows is not None:
+            peer = rank if part == mine else source.grid.holder_for(part, rank)
+            yield Piece(path, peer, *rows)
+
+
+def _sent(path: str, source: Lying, target: Lying, rank: int) -> Iterator[Piece]:
+    """What other ranks need of this rank's part and take from this rank."""
+    mine = source.grid.part_of[rank]
+    if len(source.grid.holders) == 1:
+        return
+    source_rows = source.rows(mine)
+    for part in _overlapping(target, source, source_rows):
+        rows = _common(source, target, source_rows, target.rows(part))
+        if rows is None:
+            continue
+        for peer in target.grid.holders[part]:
+            if source.grid.part_of[peer] != mine and source.grid.holder_for(mine, peer) == rank:
+                yield Piece(path, peer, *rows)
+
+
+def _overlapping(parts: Lying, other: Lying, rows: tuple[int, int]) -> range:
+    """The parts of one side that may overlap rows of the other."""
+    if parts.entry.dim == other.entry.dim:
+        return parts.parts_over(*rows)
+    return range(len(parts.grid.holders))
+
+
+def _common(
+    source: Lying, target: Lying, source_rows: tuple[int, int], target_rows: tuple[int, int]
+) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    if source.entry.dim == target.entry.dim:
+        start, stop = max(source_rows[0], target_rows[0]), min(source_rows[1], target_rows[1])
+        source_rows = target_rows = (start, stop)
+    empty = source_rows[0] >= source_rows[1] or target_rows[0] >= target_rows[1]
+    return None if empty else (source_rows, target_rows)
+
+
+def _source_view(fill: Fill, piece: Piece) -> Tensor:
+    lying, block = fill.sources[piece.path]
+    return _view(block, lying, piece.source_rows, fill.lying(piece.path), piece.target_rows)
+
+
+def _target_view(fill: Fill, piece: Piece) -> Tensor:
+    lying = fill.lying(piece.path)
+    block = lying.entry.view(fill.target)
+    other = fill.sources[piece.path].lying
+    return _view(block, lying, piece.target_rows, other, piece.source_rows)
+
+
+def _view(
+    block: Tensor, here: Lying, rows: tuple[int, int], there: Lying, other: tuple[int, int]
+) -> Tensor:
+    """The rows of a piece in a block of one side; the other side cuts its own dimension."""
+    if not here.entry.shape:
+        return block
+    dim, across = here.entry.dim, there.entry.dim
+    chunk = max(1, here.entry.block[dim])
+    first = rows[0] // chunk * chunk if len(here.grid.holders) > 1 else 0
+    block = block.narrow(dim, rows[0] - first, rows[1] - rows[0])
+    return block if across == dim else block.narrow(across, other[0], other[1] - other[0])
+
+
+def _shape(fill: Fill, piece: Piece) -> tuple[int, ...]:
+    entry, source = fill.layout.by_path[piece.path], fill.sources[piece.path].lying.entry
+    shape = list(entry.shape)
+    if shape:
+        shape[source.dim] = piece.source_rows[1] - piece.source_rows[0]
+        shape[entry.dim] = piece.target_rows[1] - piece.target_rows[0]
+    return tuple(shape)
+
+
+def _numel(fill: Fill, piece: Piece) -> int:
+    return torch.Size(_shape(fill, piece)).numel()
+
+
+class _Message(NamedTuple):
+    flat: Tensor
+    parts: list[Tensor]
+
+
+def _message(
+    exchange: Exchange, pieces: Sequence[Piece], ranks: int, device: torch.device
+) -> tuple[_Message, list[int]]:
+    """A flat buffer for pieces, views of it in their shapes, and elements by peer."""
+    counts = [0] * ranks
+    numels = [_numel(exchange.fill, piece) for piece in pieces]
+    for piece, numel in zip(pieces, numels, strict=True):
+        counts[piece.peer] += numel
+    flat = torch.empty(sum(numels), dtype=exchange.dtype, device=device)
+    cuts = flat.split(numels) if numels else ()
+    shapes = [_shape(exchange.fill, piece) for piece in pieces]
+    return _Message(flat, [c.view(s) for c, s in zip(cuts, shapes, strict=True)]), counts

@@ -1,0 +1,134 @@
+"""Remat as a transform of plans: which modules compute their forward again in backward.
+
+[Note: remat]
+A recomputed module saves its inputs instead of what its operations would save; when backward
+reaches it, its forward runs once more and saves what the gradients need. Policies are values by
+name, so a plan stays data:
+
+- `"everything"`: all is computed again. Backward stops as soon as it has what was saved.
+- `"dots"`: results of matrix products, convolutions and fused attention are kept, and these
+  operations do not run again; the cheap rest does.
+- `save(names)`: what the module marks with `name(x, "attn_out")` is kept, and the operation that
+  made it does not run again; everything else does. A mark keeps the whole result of that
+  operation, also where `x` is a view of a part of it.
+- `"nothing"`: undoes an earlier `remat` of the module.
+
+Exact in any case: random streams are set back, buffers are those that forward has read and are
+written once, and units inside of a recomputed module are gathered again. A unit, or a module inside
+of one, costs no collective: backward gathers the unit anyway. A module around units costs one more
+gather of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shardwise.sharding.derived import Remat
+from shardwise.sharding.edits import REMAT_POLICIES, RematEdit
+from shardwise.sharding.errors import PlanError, strict_keywords
+from shardwise.sharding.plan import Plan, Transform, call_site, named
+from shardwise.sharding.tree import Where
+from shardwise.transforms.replaying import recordings
+
+
+@strict_keywords
+def remat(where: Where, policy: str | Remat = "everything") -> Transform:
+    """Compute modules again in backward instead of keeping what they save; see [Note: remat].
+
+    Saves the module's activations but for its inputs, at the cost of its forward flops; both are
+    in `lowered.text()` when `lower` has a batch. Of several calls the last one counts, per module.
+
+    Args:
+        where: which modules, by their own path (`"layers.*"`, not what lies below); `""` is the
+            model itself. Modules inside of each other are all recomputed, inner ones twice.
+        policy: `"everything"`, `"dots"`, `save("attn_out", ...)`, or `"nothing"`.
+
+    Raises:
+        PlanError: an unknown policy.
+        PatternError: when applied: a pattern matches no module.
+
+    References:
+        Training Deep Nets with Sublinear Memory Cost, section 4.
+
+    >>> remat("layers.*", save("attn_out")).__name__
+    "remat('layers.*', save('attn_out'))"
+    """
+    if not isinstance(policy, str | Remat):
+        raise _no_policy(policy)
+    chosen = policy if isinstance(policy, Remat) else Remat(policy)
+    shown = _call(chosen.names) if chosen.names else repr(chosen.policy)
+    place = getattr(where, "__name__", "predicate") if callable(where) else repr(where)
+    by = f"remat({place})" if chosen.policy == "everything" else f"remat({place}, {shown})"
+    site = call_site()
+    RematEdit(modules=("",), policy=chosen.policy, names=chosen.names, by=by)
+
+    def apply(plan: Plan) -> Plan:
+        edit = RematEdit(
+            modules=plan.module_patterns(where),
+            policy=chosen.policy,
+            names=chosen.names,
+            by=by,
+        )
+        return plan.edit(edit, site=site)
+
+    return named(apply, by)
+
+
+def save(*names: str) -> Remat:
+    """The policy that keeps what `name` marks with one of these names.
+
+    Args:
+        names: as given to `name`.
+
+    Raises:
+        PlanError: there is none, or one is no string.
+
+    >>> print(save("attn_out"))
+    save attn_out
+    """
+    odd = next((name for name in names if not isinstance(name, str)), None)
+    if odd is not None or not names:
+        raise PlanError(
+            f"{_call(names)} names no value.",
+            where="save(*names)",
+            facts=f"{len(names)} names" + (f", one of them {odd!r}" if odd is not None else ""),
+            why="Values are kept by the names that the module gives them.",
+            fix="save('attn_out'), with sw.name(x, 'attn_out') in the module",
+            names=names,
+        )
+    return Remat("save", tuple(sorted(set(names))))
+
+
+def name(x: Tensor, label: str, /) -> Tensor:
+    """`x` itself, marked for the policy `save(label)`; does nothing anywhere else.
+
+    Args:
+        x: any tensor; best the result of a costly operation.
+        label: the name.
+
+    >>> import torch
+    >>> x = torch.ones(2)
+    >>> name(x, "attn_out") is x
+    True
+    """
+    for recording in recordings():
+        recording.keep(x, label)
+    return x
+
+
+def _no_policy(given: object) -> PlanError:
+    kind = getattr(given, "__name__", type(given).__name__)
+    return PlanError(
+        f"remat(where, policy) was given {kind!r} as its policy.",
+        where="argument policy of remat(where, policy)",
+        facts=f"policies by name: {', '.join(REMAT_POLICIES)}",
+        why="No function can live in a plan, which is data and travels as JSON.",
+        fix="'dots', or sw.save('name') with sw.name(x, 'name') in the module",
+        policy=given,
+    )
+
+
+def _call(names: Sequence[object]) -> str:
+    return f"save({', '.join(map(repr, names))})"
