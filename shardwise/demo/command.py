@@ -22,7 +22,7 @@ class Precision(enum.Enum):
     FP16 = "fp16"
 
 
-def demo(
+def demo(  # noqa: PLR0917 - typer reads options from parameters
     ranks: Annotated[int, typer.Option(min=1, help="Local processes to start.")] = 4,
     zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO level.")] = 3,
     precision: Annotated[
