@@ -15,6 +15,7 @@ leaves the generators as it left them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ class Kept:
                 raise _written(self.module, made.key, tensor, tensor._version - version)
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(TorchDispatchMode, ABC):
     """Numbers the calls of the operations that its policy may keep."""
 
     def __init__(self, kept: Kept, policy: Remat, device: torch.device) -> None:
@@ -155,8 +156,9 @@ class _Mode(TorchDispatchMode):
         self._calls[func] += 1
         return self._run(key, args, kwargs, written)
 
+    @abstractmethod
     def _run(self, key: Key, args: Any, kwargs: Mapping[str, Any], written: list[Tensor]) -> Any:
-        raise NotImplementedError
+        """Run a counted call, or answer it."""
 
 
 class Recording(_Mode):
