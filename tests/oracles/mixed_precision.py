@@ -109,10 +109,13 @@ def _selects(pattern: str, path: str) -> bool:
 
 
 def forward(seen: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """The model with its casts: to the dtype of most elements, and around modules of another."""
+    """The model with its casts: to the dtype of most elements, and around modules of another.
+
+    What does not require a gradient is not counted.
+    """
     count: Counter[torch.dtype] = Counter()
     for value in seen.values():
-        count[value.dtype] += value.numel()
+        count[value.dtype] += value.numel() if value.requires_grad else 0
     most = max(count, key=lambda dtype: (count[dtype], dtype.itemsize))
 
     def linear(path: str, x: Tensor) -> Tensor:
@@ -135,29 +138,40 @@ def gradients(
     dtypes: Mapping[str, Dtypes],
     cut: Iterable[str],
     parts: Sequence[Mapping[str, Tensor]],
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean loss and gradients, the parts of a batch one after the other.
+    *,
+    trainable: Iterable[str],
+) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
+    """Mean loss, gradients, and the size of what was added up for each, part after part.
 
     Args:
         params: whole values of the `params` home.
         dtypes: of each.
         cut: parameters that are gathered, and so pass through the dtype of the wire.
         parts: what each rank sees in each of its passes.
+        trainable: parameters that have a gradient.
     """
-    cut = set(cut)
+    cut, trainable = set(cut), set(trainable)
     total = torch.zeros((), dtype=torch.float64)
-    sums = {path: torch.zeros_like(p, dtype=dtypes[path].sums) for path, p in params.items()}
+    sums = {
+        path: torch.zeros_like(p, dtype=dtypes[path].sums)
+        for path, p in params.items()
+        if path in trainable
+    }
+    sizes = dict.fromkeys(sums, 0.0)
     for part in parts:
         seen: dict[str, Tensor] = {}
         for path, value in params.items():
             wire = value.to(dtypes[path].gather) if path in cut else value
-            seen[path] = wire.to(dtypes[path].compute).clone().requires_grad_()
+            seen[path] = wire.to(dtypes[path].compute).clone().requires_grad_(path in trainable)
         loss = (forward(seen, part["x"]).squeeze(-1).double() - part["y"].double()).square().sum()
         total += loss.detach()
-        for path, grad in zip(seen, torch.autograd.grad(loss, list(seen.values())), strict=True):
+        leaves = [seen[path] for path in sums]
+        for path, grad in zip(sums, torch.autograd.grad(loss, leaves), strict=True):
             sums[path] += grad.to(dtypes[path].reduce)
+            sizes[path] += grad.double().abs().max().item()
     count = sum(len(part["y"]) for part in parts)
-    return total / count, {p: (s / count).to(dtypes[p].grads) for p, s in sums.items()}
+    means = {path: (one / count).to(dtypes[path].grads) for path, one in sums.items()}
+    return total / count, means, {path: size / count for path, size in sizes.items()}
 
 
 def updated(
