@@ -184,6 +184,8 @@ def run_script(tmp_path: Path) -> Iterator[RunScript]:
             text=True,
             env={**os.environ, "PYTHONPATH": str(root)},
             start_new_session=True,
+            # Jobs that a shell starts in the background ignore it, and so would what they start.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(process)
         return process
