@@ -7,7 +7,7 @@ INSTALLED := .venv/installed
 .PHONY: demo test lint bench
 
 demo: $(INSTALLED)
-	$(BIN)/shardwise demo --ranks 4 --zero 3
+	$(BIN)/shardwise demo --ranks 4 --zero 3 $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
