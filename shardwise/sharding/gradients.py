@@ -84,7 +84,8 @@ def rest_gradients(buckets: Iterable[Bucket], landed: Flats, factor: float | Ten
     """
     for bucket in buckets:
         if bucket.landing is not None:
-            landed[bucket.name] = landed[bucket.name].mul_(factor).to(bucket.landing.dtype)
+            flat, dtype = landed[bucket.name].mul_(factor), bucket.landing.dtype
+            landed[bucket.name] = flat if flat.dtype == dtype else flat.to(dtype)
 
 
 class _Rest:

@@ -61,6 +61,7 @@ class BucketBuffers:
         self._summing: Pending | None = None
         self._scattered: tuple[Tensor, Pending | None] | None = None
         self._in_flight = 0
+        self._casts = bucket.params.dtype != bucket.wire.dtype
         self.views: list[Tensor] = []
         self._full: Storage | None = None
         self._stack: Storage | None = None
@@ -117,7 +118,7 @@ class BucketBuffers:
         finish(self._pending)
         self._in_flight += 1
         self._stack.take()
-        wire = self._flat.to(self.bucket.wire.dtype)  # itself, if it has that dtype
+        wire = self._flat.to(self.bucket.wire.dtype) if self._casts else self._flat
         self._pending = gather(self._mover, wire, self._stack.tensor, items)
 
     def finish(self) -> None:
@@ -243,7 +244,8 @@ class BucketBuffers:
     def _land(self, part: Tensor) -> None:
         assert self.bucket.sums is not None
         if self._sums is None:
-            self._sums = part.to(self.bucket.sums.dtype)
+            dtype = self.bucket.sums.dtype
+            self._sums = part if part.dtype == dtype else part.to(dtype)
         else:
             self._sums.add_(part)
 
