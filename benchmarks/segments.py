@@ -24,7 +24,10 @@ KINDS = {
     "matrix products": ("mm", "addmm", "bmm", "baddbmm", "attention"),
     "copies": ("copy_", "_foreach_copy_", "cat", "clone"),
     "optimizer": ("_fused_adamw_", "_fused_adam_"),
-    "scaling and checks": ("mul", "mul_", "sum", "_foreach_mul_", "div_", "_amp_foreach"),
+    "scaling and checks": (
+        *("mul", "mul_", "sum", "div_"),
+        *("_foreach_mul_", "_amp_foreach"),
+    ),
     "collectives": ("gloo:", "c10d::"),
 }
 REST = "other operators"
