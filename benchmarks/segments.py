@@ -39,9 +39,9 @@ Main thread of one of two gloo ranks, 4.3 million parameters, torch's profiler, 
 written by `make bench`. The profiler makes all systems slower; ratios without it are in RESULTS.md.
 DDP multiplies gradients by a constant while it copies them into its bucket; the replicated plan
 packs them with a copy and multiplies them by one over the count of the global batch once that is
-known. Tried against what is left: the last all-reduce of each unit in flight beside backward (kept);
-one all-reduce for the gradients of several units (no clear gain: 1.10 to 1.14 of DDP beside 1.10 to
-1.15); reduce-scatters in flight where weights are not gathered (kept).
+known. Tried against what is left: the last all-reduce of each unit in flight beside backward
+(kept); one all-reduce for the gradients of several units (no clear gain: 1.10 to 1.14 of DDP beside
+1.10 to 1.15); reduce-scatters in flight where weights are not gathered (kept).
 """
 
 
