@@ -26,7 +26,7 @@ class Measured(Protocol):
     held: int
     peak: int
     start: float
-    traffic: tuple[int, int] | None
+    traffic: tuple[int, int]
     difference: float | None
 
 
@@ -56,7 +56,7 @@ def table(results: Mapping[str, Measured]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, one in results.items():
-        count, payload = one.traffic or (None, None)
+        count, payload = one.traffic
         cells = [
             name,
             f"{1e3 * statistics.median(one.wall):.0f}",
@@ -64,8 +64,8 @@ def table(results: Mapping[str, Measured]) -> str:
             ratio(one.process, base.process),
             f"{one.held / 1e6:.0f}",
             f"{one.peak / 1e6:.0f}",
-            str(count) if count is not None else "-",
-            f"{payload / 1e6:.0f}" if payload is not None else "-",
+            str(count),
+            f"{payload / 1e6:.0f}",
             f"{one.start:.1f}",
             f"{one.difference:.1e}" if one.difference is not None else "-",
         ]
@@ -94,8 +94,9 @@ def write(folder: Path, found: Mapping[str, Mapping[str, Measured]], *, deepspee
         "medians of paired rounds with quartiles.",
         "",
         "Held is what a system keeps between steps, peak the most in a step by torch's allocator "
-        "(scratch memory of gloo itself is not seen). Collectives and payload are known only for "
-        "shardwise, which counts what it runs.",
+        "(scratch memory of gloo itself is not seen). Collectives and payload are what each rank "
+        "must send: counted by shardwise itself, and for the peers by torch's profiler as they "
+        "reach gloo, which makes an all-reduce of each reduce-scatter.",
         "" if deepspeed else "\nDeepSpeed was not installed (extra `peers`).",
     ]
     for size, results in found.items():
