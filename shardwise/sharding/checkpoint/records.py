@@ -1,11 +1,12 @@
 """What a state holds, as global tensors by name, and how each lies over the ranks of a mesh.
 
 [Note: names of a state]
-`params/<path>` is the true value of a parameter: its master copy where it has one. `opt/...` follows
-the tree of the optimizer state, with the parameter's path last where a dict is over parameters.
-`buffers/<path>`, `seed`, `step` and `loss_scale/<field>` are whole on every rank. Nothing in a name
-depends on the mesh, on buckets or on groups, so two states of one model and one optimizer have the
-same names on any plan. What is no tensor, such as a Python number in an optimizer state, is a value.
+`params/<path>` is the true value of a parameter: its master copy where it has one. `opt/...`
+follows the tree of the optimizer state, with the parameter's path last where a dict is over
+parameters. `buffers/<path>`, `seed`, `step` and `loss_scale/<field>` are whole on every rank.
+Nothing in a name depends on the mesh, on buckets or on groups, so two states of one model and one
+optimizer have the same names on any plan. What is no tensor, such as a Python number in an
+optimizer state, is a value.
 """
 
 from __future__ import annotations
