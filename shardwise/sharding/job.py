@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from shardwise.sharding.beside import finish_beside
 from shardwise.sharding.errors import LaunchError
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -80,7 +81,11 @@ def launched() -> bool:
 
 
 def close_job() -> None:
-    """Close the default process group if there is one; ranks need not call it together."""
+    """Close the default process group if there is one; ranks need not call it together.
+
+    Saves that still go on in the background are finished first.
+    """
+    finish_beside()
     if dist.is_initialized():
         dist.destroy_process_group()
 
