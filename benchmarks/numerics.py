@@ -4,9 +4,11 @@
 check, normalise, norm, clip factor, the factor applied as the optimizer applies it, and the next
 loss scale. Beside it the same on plain local tensors, one per parameter, as people write it
 (`GradScaler.unscale_`, `clip_grad_norm_`, `GradScaler.step` without an optimizer, `update`), and
-with the fewest calls that torch offers. `AdamW` is our in-place step on the groups of a program
-beside `torch.optim.AdamW(fused=True)` on tensors of the same sizes. Variants run round-robin in one
-process, one thread; process time, median of paired per-round ratios with quartiles.
+with the fewest calls that torch offers. It is measured in a step that clips and in one that does
+not: a factor of exactly 1 costs us a look at it, and torch a pass over memory. `AdamW` is our
+in-place step on the groups of a program beside `torch.optim.AdamW(fused=True)` on tensors of the
+same sizes. Variants run round-robin in one process, one thread; process time, median of paired
+per-round ratios with quartiles. The tables are written to `benchmarks/NUMERICS.md`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from benchmarks.host_overhead import Block, measure, ratios
+from benchmarks.page import FOLDER, machine, put, table
 from shardwise.optim.flat import Row, on_rows
 from shardwise.optim.loss_scale import init_loss_scale, next_loss_scale
 from shardwise.optim.norms import Norm, power_sum, root
@@ -30,7 +34,9 @@ from shardwise.transforms.finite import nonfinite_flag
 BLOCKS = 12
 WIDTHS = {"12 x 8 thousand": 32, "12 x 0.5 million": 256}
 RANKS = 2
-LARGE = 1e9
+LIMITS = {"nothing is clipped": 1e9, "clipped": 1.0}
+PAGE = FOLDER / "NUMERICS.md"
+ABOUT = "# The numerics of a step beside plain torch\n\nWritten by `make bench`."
 _OVERHEAD_TARGET = 1.3
 _ADAMW_TARGET = 1.1
 Run = Callable[[], object]
@@ -63,12 +69,12 @@ def pieces(model: nn.Module) -> list[Tensor]:
     return [torch.randn(-(-p.numel() // RANKS)) for p in model.parameters()]
 
 
-def our_numerics(model: nn.Module) -> Run:
-    """The functions that a step calls. All factors are 1, so that values stay what they are."""
+def our_numerics(model: nn.Module, limit: float) -> Run:
+    """The functions that a step calls. Gradients keep their values: all other factors are 1."""
     grads, device = flats(model), torch.device("cpu")
     settings = LossScale(initial=1.0, window=10**9)
     state = init_loss_scale(settings)
-    clip = sw.optim.clip_by_global_norm(LARGE)
+    clip = sw.optim.clip_by_global_norm(limit)
     count = torch.ones((), dtype=torch.float64)
 
     def run() -> None:
@@ -98,7 +104,7 @@ class NoOptimizer(torch.optim.SGD):
         """Nothing."""
 
 
-def plain_numerics(model: nn.Module) -> Run:
+def plain_numerics(model: nn.Module, limit: float) -> Run:
     """The usual loop of torch with a gradient scaler."""
     params = [nn.Parameter(torch.empty_like(piece)) for piece in pieces(model)]
     for param in params:
@@ -109,14 +115,14 @@ def plain_numerics(model: nn.Module) -> Run:
 
     def run() -> None:
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(params, LARGE)
+        nn.utils.clip_grad_norm_(params, limit)
         scaler.step(optimizer)
         scaler.update()
 
     return run
 
 
-def fewest_calls(model: nn.Module) -> Run:
+def fewest_calls(model: nn.Module, limit: float) -> Run:
     """Foreach calls on a list, without any bookkeeping."""
     grads = pieces(model)
     scale, tracker = torch.ones(()), torch.zeros((), dtype=torch.int32)
@@ -125,7 +131,7 @@ def fewest_calls(model: nn.Module) -> Run:
         found = torch.zeros(())
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale.reciprocal())
         norm = torch.stack(torch._foreach_norm(grads)).norm()
-        factor = (LARGE / (norm + 1e-6)).clamp(max=1.0)
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, factor)
         _ = found.item()
         torch._amp_update_scale_(scale, tracker, found, 2.0, 0.5, 10**9)
@@ -152,57 +158,76 @@ def torch_adamw(tensors: list[Tensor]) -> Run:
 def report(
     title: str,
     variants: dict[str, Run],
-    ours: str,
     options: argparse.Namespace,
+    *,
     target: float,
     judged: str,
-) -> None:
-    """Measure and print; the target is for one of the baselines."""
+) -> str:
+    """Measure, ours first, and print; the target is for one of the baselines."""
     seconds = measure(variants, options.rounds, options.passes)
-    print(f"\n{title}")
-    for name, times in seconds.items():
-        lower, median, upper = (1e6 * value for value in statistics.quantiles(times, n=4))
-        print(f"  {name:<34}{median:>10.0f} us   {lower:.0f} - {upper:.0f}")
-    for name in variants:
+    ours, *others = variants
+    rows: list[list[str]] = []
+    for name in (ours, *others):
+        lower, median, upper = (1e6 * value for value in statistics.quantiles(seconds[name], n=4))
+        time = f"{median:.0f} ({lower:.0f} - {upper:.0f})"
+        rows.append([name, time, "", ""])
         if name != ours:
             lower, median, upper = ratios(seconds[ours], seconds[name])
-            goal = f", target {target}" if name == judged else ""
-            print(f"  {ours} / {name}: {median:.2f} ({lower:.2f} - {upper:.2f}){goal}")
+            rows[-1][2:] = [f"{median:.2f} ({lower:.2f} - {upper:.2f})", ""]
+            rows[-1][3] = f"{target}" if name == judged else ""
+    text = f"{title}:\n\n{table(['', 'us', 'ours / this', 'target'], rows)}"
+    print(f"\n{text}", flush=True)
+    return text
 
 
 def main() -> None:
-    """Print both tables for both sizes."""
+    """Print and write the tables for both sizes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for size, width in WIDTHS.items():
-        model = Model(width)
+    numerics = [
         report(
-            f"clip, finite check and loss scale, buckets of {size}",
+            f"Buckets of {size}, {words}",
             {
-                "shardwise": our_numerics(model),
-                "GradScaler and clip_grad_norm_": plain_numerics(model),
-                "fewest calls": fewest_calls(model),
+                "shardwise": our_numerics(model, limit),
+                "GradScaler and clip_grad_norm_": plain_numerics(model, limit),
+                "fewest calls": fewest_calls(model, limit),
             },
-            "shardwise",
             options,
-            _OVERHEAD_TARGET,
-            "GradScaler and clip_grad_norm_",
+            target=_OVERHEAD_TARGET,
+            judged="GradScaler and clip_grad_norm_",
         )
+        for size, model in ((size, Model(width)) for size, width in WIDTHS.items())
+        for words, limit in LIMITS.items()
+    ]
+    adamw = [
         report(
-            f"AdamW, buckets of {size}",
+            f"Buckets of {size}",
             {
                 "shardwise": our_adamw(model),
                 "fused, same flat tensors": torch_adamw(list(flats(model).values())),
                 "fused, a tensor per parameter": torch_adamw(pieces(model)),
             },
-            "shardwise",
             options,
-            _ADAMW_TARGET,
-            "fused, same flat tensors",
+            target=_ADAMW_TARGET,
+            judged="fused, same flat tensors",
         )
+        for size, model in ((size, Model(width)) for size, width in WIDTHS.items())
+    ]
+    said = (
+        f"Process time, one thread, medians and quartiles of {options.rounds} rounds; {machine()}."
+    )
+    put(
+        options.page,
+        ABOUT,
+        {
+            "Clip, finite check and loss scale": "\n\n".join([said, *numerics]),
+            "AdamW on shards": "\n\n".join([said, *adamw]),
+        },
+    )
 
 
 if __name__ == "__main__":

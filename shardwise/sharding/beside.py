@@ -14,9 +14,6 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from shardwise.sharding.errors import RankError
-from shardwise.sharding.lost import is_lost, lost_peers
-
 
 class Beside(threading.Thread):
     """One piece of work in a thread of its own; `join` or `result` wait for it.
@@ -24,14 +21,12 @@ class Beside(threading.Thread):
     Args:
         work: what to do.
         what: its name, for errors, such as `save_async 120`.
-        place: rank and number of ranks.
     """
 
-    def __init__(self, work: Callable[[], None], what: str, place: tuple[int, int]) -> None:
+    def __init__(self, work: Callable[[], None], what: str) -> None:
         super().__init__(name=f"shardwise {what}")
         self._work = work
         self._what = what
-        self._place = place
         self._error: BaseException | None = None
         self._told = False
 
@@ -40,9 +35,9 @@ class Beside(threading.Thread):
         try:
             self._work()
         except BaseException as error:
-            self._error = self._explained(error)
+            self._error = error
         finally:
-            del self._work  # it holds a copy of the state
+            self._work = _nothing  # it holds a copy of the state
 
     def result(self) -> None:
         """Wait, and raise what the work has raised."""
@@ -62,20 +57,9 @@ class Beside(threading.Thread):
             print(f"shardwise: {self._what} failed, and nothing waited for it:", file=sys.stderr)
             traceback.print_exception(self._error)
 
-    def _explained(self, error: BaseException) -> BaseException:
-        if not isinstance(error, RuntimeError) or not is_lost(error):
-            return error
-        rank, ranks = self._place
-        lost: RankError = lost_peers(
-            str(error),
-            rank=rank,
-            peers=[other for other in range(ranks) if other != rank],
-            call=self._what,
-            place="in the background",
-            expected="the vote of all ranks",
-        )
-        lost.__cause__ = error
-        return lost
+
+def _nothing() -> None:
+    """What is left to do."""
 
 
 def finish_beside() -> None:

@@ -15,6 +15,7 @@ try:
     from torch._subclasses import FakeTensor, FakeTensorMode
     from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+    from torch.distributed.distributed_c10d import _get_default_store as job_store
     from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -46,7 +47,9 @@ __all__ = [
     "device_mesh_without_backend",
     "dispatch_modes",
     "fused_adamw",
+    "job_store",
     "norms_of_all",
+    "offset_in_file",
     "plain_tensors",
     "rebuild_parts",
     "set_group_timeout",
@@ -155,3 +158,13 @@ def rebuild_parts(dtype: torch.dtype) -> tuple[Any, Any]:
     if name is None:
         return _rebuild_tensor_v3, torch.UntypedStorage
     return _rebuild_tensor_v2, getattr(torch, name)
+
+
+def offset_in_file(tensor: Tensor) -> int:
+    """Where the storage of a tensor begins in the file that torch.load has read without memory."""
+    offset: int | None = vars(tensor.untyped_storage()).get("_checkpoint_offset")
+    if offset is None:
+        raise ImportError(
+            f"torch {torch.__version__} does not tell where storages lie in files of torch.save"
+        )
+    return offset

@@ -145,7 +145,6 @@ class _Grouped:
         dist.all_gather_object(values, value, group=self._everyone)
         return values
 
-
     def beside(self) -> Transport:
         """See `make_beside`."""
         kind = "cuda" if dist.get_backend(self._everyone) == "nccl" else "cpu"
@@ -301,6 +300,13 @@ def make_transport(device_mesh: DeviceMesh, *, timeout: float | None = None) -> 
     return Gloo(groups, everyone) if "gloo" in backend else Native(groups, everyone)
 
 
+def job_transport() -> Transport:
+    """Exchanges among all ranks of the job, over its default group; it has no axes."""
+    default = dist.group.WORLD
+    assert default is not None
+    return Gloo({}, default) if "gloo" in str(dist.get_backend()) else Native({}, default)
+
+
 def make_beside(transport: Transport) -> Transport:
     """The exchanges of all ranks for another thread, on the host; see [Note: beside training].
 
@@ -310,3 +316,8 @@ def make_beside(transport: Transport) -> Transport:
         transport: of training; that of a world of one serves itself.
     """
     return transport.beside() if isinstance(transport, _Grouped) else transport
+
+
+def spans_processes(transport: Transport) -> bool:
+    """Whether ranks are processes of a job, and not simulated or alone."""
+    return isinstance(transport, _Grouped)

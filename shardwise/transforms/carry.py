@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwise.optim.loss_scale import init_loss_scale
 from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.derived import LossScale
 from shardwise.sharding.errors import StateError, summarise
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.leaves import Flats, Home
@@ -29,7 +30,16 @@ from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.movement import Collective, Mover, payload_bytes
 from shardwise.sharding.opt_state import groups_of
 from shardwise.sharding.plan import Plan
-from shardwise.sharding.relocate import Exchange, Fill, Grid, Held, Lying, plan_fill, run_exchange
+from shardwise.sharding.relocate import (
+    Exchange,
+    Fill,
+    Grid,
+    Held,
+    Lying,
+    plan_fill,
+    received_bytes,
+    run_exchange,
+)
 from shardwise.sharding.scaling import LossScaleState
 from shardwise.sharding.state import Life, State, adopt
 from shardwise.transforms.carry_opt import OptCarry
@@ -47,12 +57,14 @@ class Carried:
         fresh: parameters that only the new one trains; they start with fresh optimizer state.
         dropped: parameters that only the old one trained; their optimizer state is left behind.
         items: the collectives of this rank, in order.
+        received_bytes: that they bring to this rank.
     """
 
     kept: tuple[str, ...]
     fresh: tuple[str, ...]
     dropped: tuple[str, ...]
     items: tuple[Collective, ...]
+    received_bytes: int = 0
 
     def __str__(self) -> str:
         lines = [
@@ -88,6 +100,7 @@ class FromState:
             fresh=tuple(path for path in target if path not in source),
             dropped=tuple(path for path in source if path not in target),
             items=carry.items,
+            received_bytes=sum(map(received_bytes, carry.exchanges)),
         )
 
 
@@ -147,6 +160,8 @@ def carry_state(
     for exchange in carry.exchanges:
         run_exchange(exchange, mover)
     mover.end()
+    for name in carry.rounded:
+        carry.flats[name].copy_(carry.masters[name])
     state = carry.state
     return replace(
         state,
@@ -174,6 +189,7 @@ class _Carry:
     masters: Flats
     opt: Any
     exchanges: tuple[Exchange, ...]
+    rounded: tuple[str, ...]
 
     @property
     def items(self) -> tuple[Collective, ...]:
@@ -204,17 +220,24 @@ def _plan(given: State, lowering: Lowering, device: torch.device) -> _Carry:
         fills.append(Fill(bucket.unit, target, layout, new_grid(layout.axes), sources))
         return target
 
+    rounded: list[str] = []
     for bucket in lowering.all_buckets:
-        flats[bucket.name] = fill(bucket, bucket.params)
         if bucket.has_master and bucket.opt:
             masters[bucket.name] = fill(bucket, bucket.opt)
+        layout = bucket.params
+        if bucket.has_master and bucket.opt and bucket.opt.cast(layout.dtype) == layout:
+            # Each rank has the masters of its own rows.
+            flats[bucket.name] = torch.zeros(layout.length, dtype=layout.dtype, device=device)
+            rounded.append(bucket.name)
+        else:
+            flats[bucket.name] = fill(bucket, layout)
     opt = OptCarry(groups_of(state.home), lowering.stepping.groups, old_grid, new_grid)
     opt_flats = opt.carry(state.opt_flats, fresh)
     if opt.faults:
         raise _other_optimizer(opt.faults)
     planned = (plan_fill(one, state.home.rank) for one in [*fills, *opt.fills])
     exchanges = tuple(itertools.chain.from_iterable(planned))
-    return _Carry(state, flats, masters, opt_flats, exchanges)
+    return _Carry(state, flats, masters, opt_flats, exchanges, tuple(rounded))
 
 
 def _grids(mesh: Mesh) -> Callable[[tuple[str, ...]], Grid]:
@@ -245,15 +268,27 @@ def _trained(buckets: tuple[Bucket, ...]) -> tuple[str, ...]:
     return tuple(path for bucket in buckets if bucket.opt for path in bucket.paths)
 
 
-def _scaling(old: LossScaleState, home: Home, plan: Plan) -> LossScaleState:
-    """The loss scale with its counters where both programs scale alike; a fresh one with counts."""
-    kept = init_loss_scale(plan.loss_scale, half=plan.uses_half)._asdict()
-    was, now = home.loss_scale, plan.loss_scale
+def kept_of_scaling(was: LossScale | None, plan: Plan, *, half: bool) -> tuple[str, ...]:
+    """What a program keeps of the loss scale of another one; the rest starts fresh.
+
+    Args:
+        was: how the other plan scales the loss.
+        plan: of the program.
+        half: whether the other plan computes in float16.
+    """
+    now = plan.loss_scale
     names = ["skipped", "skipped_in_a_row"]
     if was == now or (was and now and was.dynamic and now.dynamic):
         names += ["scale", "good_steps", "hysteresis"]
-    if home.half == plan.uses_half:
+    if half == plan.uses_half:
         names += ["divisor"]
+    return tuple(names)
+
+
+def _scaling(old: LossScaleState, home: Home, plan: Plan) -> LossScaleState:
+    """The loss scale with its counters where both programs scale alike; a fresh one with counts."""
+    kept = init_loss_scale(plan.loss_scale, half=plan.uses_half)._asdict()
+    names = kept_of_scaling(home.loss_scale, plan, half=home.half)
     return LossScaleState(**kept | {name: getattr(old, name).clone() for name in names})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwise.sharding.beside import Beside
 from shardwise.sharding.compat import device_mesh_without_backend
 from shardwise.sharding.errors import MeshError, SimulationError, strict_keywords
 from shardwise.sharding.gradients import Grads
@@ -21,6 +24,7 @@ from shardwise.sharding.plan import call_site
 from shardwise.sharding.simulation import Simulated, World, current_world
 from shardwise.sharding.state import State
 from shardwise.sharding.transport import Alone, make_transport
+from shardwise.transforms.background import Writing
 from shardwise.transforms.carry import FromState
 from shardwise.transforms.desync import agreed, watched
 from shardwise.transforms.initialise import FromModule
@@ -29,6 +33,8 @@ from shardwise.transforms.metrics import Metrics
 from shardwise.transforms.micro import MicroBatches
 from shardwise.transforms.module_init import InitModule
 from shardwise.transforms.rank_program import RankProgram
+from shardwise.transforms.restoring import FromCheckpoint, from_checkpoint
+from shardwise.transforms.saving import absolute
 from shardwise.transforms.uneven import Parts, even_batch, own_part
 
 T = TypeVar("T")
@@ -53,6 +59,11 @@ class Program:
         return self._ranks[0].lowering
 
     @property
+    def is_first(self) -> bool:
+        """Whether this process is rank 0 of the job, or simulates it."""
+        return self._ranks[0].mover.rank == 0
+
+    @property
     def last_collectives(self) -> tuple[Collective, ...]:
         """What the last call ran on this rank (rank 0 of a simulation), as recorded."""
         return tuple(self._ranks[0].mover.executed)
@@ -60,15 +71,15 @@ class Program:
     @strict_keywords
     def init(
         self,
-        source: int | FromModule | FromState = 0,
+        source: int | FromModule | FromState | FromCheckpoint = 0,
         *,
         seed: int | None = None,
         init: InitModule | None = None,
     ) -> State:
-        """A fresh state, or the state of another program carried over.
+        """A fresh state, or the state of another program carried over or read from disk.
 
         Args:
-            source: a seed, `from_module(model)`, or `from_state(state)`.
+            source: a seed, `from_module(model)`, `from_state(state)` or `from_checkpoint(path)`.
             seed: the same as `source`, by name; beside another source, what dropout draws from.
             init: called for each module after its own `reset_parameters`, as `module.apply` would.
 
@@ -76,10 +87,10 @@ class Program:
             InitError: parameters or buffers that no init touched, or that the module lacks.
             StateError: the state that is carried over is of another model or optimizer.
         """
-        if init is not None and not isinstance(source, int):
+        if init is not None and isinstance(source, FromModule | FromState):
             warnings.warn("init= has no effect: this source has all values.", stacklevel=3)
 
-        def run(rank: RankProgram, source: int | FromModule | FromState) -> State:
+        def run(rank: RankProgram, source: Any) -> State:
             return _call(rank, "init", None, lambda: rank.init(source, seed, init))
 
         return self._each(run, source)
@@ -164,6 +175,89 @@ class Program:
 
         return _same(self._each(run, state, batch))
 
+    @strict_keywords
+    def save(self, path: str | os.PathLike[str], state: State, *, overwrite: bool = False) -> None:
+        """Write a state to a directory; complete and on disk when this returns, on every rank.
+
+        Each rank writes what it holds, once among replicas, into a hidden directory beside `path`;
+        when all have, it is renamed. A crash leaves `path` as it was. The state stays usable, and
+        beside it a save holds 8 MiB. Its only exchanges are two votes, and a third the first time.
+
+        Args:
+            path: the directory to be made, with those above it; the same on all ranks, on a file
+                system that they share.
+            state: of this program.
+            overwrite: replace a checkpoint of that name. Where the system cannot exchange two
+                names in one step, the old one is set aside for a moment; after a crash in it
+                `restore` finds it there.
+
+        Raises:
+            CheckpointError: a rank could not write (disk full, no permission), there is a
+                checkpoint of that name, or not all ranks call this; on every rank, and nothing is
+                left of the save.
+        """
+        site = call_site()
+
+        def run(rank: RankProgram, state: State) -> None:
+            def save() -> None:
+                rank.background.settle()
+                rank.saver.save(path, state, overwrite=overwrite, at=site)
+
+            _call(rank, "save", state, save)
+
+        self._each(run, state)
+
+    @strict_keywords
+    def save_async(
+        self, path: str | os.PathLike[str], state: State, *, overwrite: bool = False
+    ) -> Writing:
+        """Write a state to a directory while training goes on; complete when `wait` returns.
+
+        Returns when this rank has copied what it writes to host memory, which is kept for later
+        saves: as many bytes as its file has. Steps taken meanwhile do not change what is written.
+        One save is in flight at a time: another one, or a restore, waits for it first, and raises
+        what it has raised. The process ends when its save has ended. The first call makes a group
+        for the thread, of all ranks; later ones have no collective but the votes of that thread.
+
+        Args:
+            path: as for `save`.
+            state: of this program; may be given to `step` at once.
+            overwrite: as for `save`.
+
+        Returns:
+            What tells when it is complete, and how long training has waited.
+
+        Raises:
+            CheckpointError: the save before has failed; on every rank.
+        """
+        site, start = call_site(), time.perf_counter()
+
+        def run(rank: RankProgram, state: State) -> Beside | None:
+            def save() -> Beside | None:
+                return rank.background.save(path, state, overwrite=overwrite, at=site)
+
+            return _call(rank, "save_async", state, save)
+
+        thread = _same(self._each(run, state))
+        return Writing(str(absolute(path)), time.perf_counter() - start, thread)
+
+    @strict_keywords
+    def restore(
+        self, path: Any, *, partial: Sequence[str] | str = (), cast: bool = False
+    ) -> State:
+        """What `save` has written, under whatever plan: `init(from_checkpoint(path, ...))`.
+
+        Args:
+            path: of the checkpoint.
+            partial: see `from_checkpoint`.
+            cast: likewise.
+
+        Raises:
+            CheckpointError: there is no checkpoint, it is damaged, or it does not fit; the same
+                report on every rank.
+        """
+        return self.init(from_checkpoint(path, partial=partial, cast=cast))
+
     def agree(self, value: bool) -> bool:
         """Whether `value` is true on every rank; one packed reduction.
 
@@ -223,6 +317,25 @@ class Program:
         return Lifted(
             self._world.run(lambda rank: run(self._ranks[rank], *(a.ranks[rank] for a in lifted)))
         )
+
+
+def on_each(program: Program, call: str, run: Callable[..., T], *args: Any) -> Any:
+    """Run something on this rank of a program, or on all simulated ones; all ranks call it.
+
+    Args:
+        program: whose ranks.
+        call: its name, for errors.
+        run: gets the rank, and its own part of the arguments.
+        args: lifted where ranks differ.
+
+    Returns:
+        What it returned; lifted in a simulation.
+    """
+
+    def named(rank: RankProgram, *own: Any) -> T:
+        return _call(rank, call, None, lambda: run(rank, *own))
+
+    return program._each(named, *args)
 
 
 _PREDICTED: Mapping[str, Callable[[Lowering], Sequence[Collective]]] = {

@@ -14,9 +14,9 @@ from shardwise.optim.loss_scale import init_loss_scale, next_divisor, next_loss_
 from shardwise.optim.norms import Norm
 from shardwise.sharding.functional import make_template
 from shardwise.sharding.gradients import Grads, rest_gradients
-from shardwise.sharding.leaves import Home
 from shardwise.sharding.movement import Mover, Transport, packed_items, packed_sum
 from shardwise.sharding.state import Life, State, adopt
+from shardwise.transforms.background import Background
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import (
     average_buffers,
@@ -35,11 +35,15 @@ from shardwise.transforms.finite import (
 from shardwise.transforms.initialise import FromModule, Shards, check_source, take_module
 from shardwise.transforms.loss import Loss, Mean, bad_count, no_gradient
 from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
+from shardwise.transforms.make_home import make_home
 from shardwise.transforms.metrics import Metrics, read_metrics
 from shardwise.transforms.module_init import InitModule, init_from_seed
 from shardwise.transforms.norms import group_norms, whole_norm
 from shardwise.transforms.passes import Passes, loss_multiplier
+from shardwise.transforms.resharding import Origin
+from shardwise.transforms.restoring import FromCheckpoint, restore_state
 from shardwise.transforms.runtime import Engine
+from shardwise.transforms.saving import Saver
 from shardwise.transforms.scalars import changed_metrics, check_counts, other_metrics, pack_scalars
 from shardwise.transforms.settle import Failure, agree_on_batch, raise_together, settle
 from shardwise.transforms.stepping import init_opt
@@ -90,7 +94,10 @@ class RankProgram:
         self.engine = Engine(units)
         casts = plan.precision.casts
         self.stage = Stage(self.template, plan.units, self.engine, plan.remat, casts)
-        self.home = make_home(lowering, rank, device_mesh)
+        origin = Origin(lowering, transport, device)
+        self.home = replace(make_home(lowering, rank, device_mesh), origin=origin)
+        self.saver = Saver(plan, self.home, self.mover, device)
+        self.background = Background(self.saver, self.mover, device)
         self._settled = False
         self.debug = debug
         self.passes = Passes(
@@ -101,11 +108,11 @@ class RankProgram:
 
     def init(
         self,
-        source: int | FromModule | FromState,
+        source: int | FromModule | FromState | FromCheckpoint,
         seed: int | None = None,
         init: InitModule | None = None,
     ) -> State:
-        """A fresh state from a seed or a module's values, or another program's state carried over.
+        """A fresh state from a seed or a module's values, or one of another program or of a file.
 
         Raises:
             InitError: some value is missing; every rank raises.
@@ -114,6 +121,8 @@ class RankProgram:
         """
         if isinstance(source, FromState):
             return self._carried(source, seed)
+        if isinstance(source, FromCheckpoint):
+            return self._restored(source, seed, init)
         plan = self.lowering.plan
         shards = Shards(self.lowering.all_buckets, plan.mesh, self.mover.coords, self.device)
         seed = self._agree_seed(seed if seed is not None else source)
@@ -137,14 +146,29 @@ class RankProgram:
         return self._first_state(shards, buffers, seed)
 
     def _carried(self, source: FromState, seed: int | None) -> State:
+        buffers = cast_buffers(self._buffers, self.lowering.plan.precision.buffers)
         state = carry_state(
+            source, self.lowering, self.home, self.mover, buffers=buffers, device=self.device
+        )
+        return self._with_seed(state, seed)
+
+    def _restored(
+        self, source: FromCheckpoint, seed: int | None, init: InitModule | None
+    ) -> State:
+        self.background.settle()
+        state = restore_state(
             source,
             self.lowering,
             self.home,
             self.mover,
             buffers=cast_buffers(self._buffers, self.lowering.plan.precision.buffers),
             device=self.device,
+            initial=lambda seed: self.init(seed, init=init),
+            seed=seed,
         )
+        return self._with_seed(state, seed)
+
+    def _with_seed(self, state: State, seed: int | None) -> State:
         if seed is None:
             return state
         return replace(state, seed=torch.tensor(self._agree_seed(seed), dtype=torch.int64))
@@ -367,28 +391,3 @@ class RankProgram:
             raise_together(self.mover.transport.gather_objects(str(failure)), failure, doing)
         finally:
             failure.take()  # also where a simulated peer has ended this rank
-
-
-def make_home(lowering: Lowering, rank: int, device_mesh: DeviceMesh) -> Home:
-    """Specs and layouts of one rank's leaves."""
-    plan = lowering.plan
-    landing = {
-        path: (plan.opt if bucket.lands_in_opt else plan.grads)[path].with_(
-            dtype=plan.grads[path].dtype
-        )
-        for bucket in lowering.all_buckets
-        if bucket.trainable
-        for path in bucket.paths
-    }
-    aliases = {alias: info.path for info in plan.infos for alias in info.aliases}
-    specs = {"params": plan.params, "opt": plan.opt, "landing": landing}
-    return Home(
-        lowering.all_buckets,
-        specs,
-        aliases,
-        plan.mesh,
-        rank,
-        device_mesh,
-        loss_scale=plan.loss_scale,
-        half=plan.uses_half,
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,14 +81,14 @@ def test_any_rectangle_of_any_cut_comes_back(
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
     """Blocks of 64 bytes, so that small tensors have many; the manifest's sums follow."""
     for module in ("shardwise.sharding.checkpoint.read", "tests.checkpoints.written"):
         monkeypatch.setattr(f"{module}.SUM_BYTES", 64)
     monkeypatch.setattr(reading, "STAGE_BYTES", 512)
     monkeypatch.setattr(reading, "_DIRECT_BYTES", 256)
     monkeypatch.setattr(reading, "_PITCH_BYTES", 128)
-    yield 64
+    return 64
 
 
 BOXES = [

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.sharding.checkpoint.disk import disk_error
 from shardwise.sharding.checkpoint.manifest import MANIFEST, Manifest, Stored
 from shardwise.sharding.checkpoint.records import Box, Record
 from shardwise.sharding.checkpoint.stores import Spread
@@ -96,7 +97,9 @@ def _overlap(one: Box, two: Box) -> bool:
     )
 
 
-def lay_out(place: Path, spread: Spread, manifest: str, rank: int, sizes: Mapping[str, int]) -> None:
+def lay_out(
+    place: Path, spread: Spread, manifest: str, rank: int, sizes: Mapping[str, int]
+) -> None:
     """Make this rank's view of a spread save, with holes where bytes are still to come.
 
     Args:
@@ -124,7 +127,7 @@ def move(
     rank: int,
     ranks: int,
     transport: Transport,
-) -> int:
+) -> Exception | None:
     """Send and receive; a collective of all ranks of the job.
 
     Args:
@@ -135,28 +138,34 @@ def move(
         transport: of the job, for tensors on the host.
 
     Returns:
-        Bytes that this rank has received.
+        What this rank could not read or write; it takes part to the end all the same.
     """
-    total = 0
+    fault: Exception | None = None
     for one in rounds:
         sends = sorted((s for s in one if s.source == rank), key=lambda s: s.target)
         receives = sorted((s for s in one if s.target == rank), key=lambda s: s.source)
         out = torch.empty(sum(s.nbytes for s in receives), dtype=torch.uint8)
+        mine = torch.zeros(sum(s.nbytes for s in sends), dtype=torch.uint8)
+        try:
+            _read(place, sends, mine)
+        except OSError as error:
+            fault = fault or disk_error(error, place, "read", mine.numel())
         pending = transport.all_to_all(
             out,
-            _read(place, sends),
+            mine,
             [sum(s.nbytes for s in receives if s.source == peer) for peer in range(ranks)],
             [sum(s.nbytes for s in sends if s.target == peer) for peer in range(ranks)],
         )
         if pending is not None:
             pending.wait()
-        _write(place, receives, out)
-        total += out.numel()
-    return total
+        try:
+            _write(place, receives, out)
+        except OSError as error:
+            fault = fault or disk_error(error, place, "write", out.numel())
+    return fault
 
 
-def _read(place: Path, sends: Sequence[Slice]) -> Tensor:
-    data = torch.empty(sum(one.nbytes for one in sends), dtype=torch.uint8)
+def _read(place: Path, sends: Sequence[Slice], data: Tensor) -> None:
     memory = memoryview(data.numpy())
     at = 0
     for one in sends:
@@ -164,7 +173,6 @@ def _read(place: Path, sends: Sequence[Slice]) -> Tensor:
             file.seek(one.start)
             file.readinto(memory[at : at + one.nbytes])
         at += one.nbytes
-    return data
 
 
 def _write(place: Path, receives: Sequence[Slice], data: Tensor) -> None:

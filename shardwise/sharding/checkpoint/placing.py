@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -47,6 +47,7 @@ def place(records: Sequence[Record], ranks: int) -> tuple[Stored, ...]:
     """
     written = [0] * ranks
     ends = [0] * ranks
+    frame = _frames()
     tensors: list[Stored] = []
     for record in records:
         if record.derived:
@@ -56,8 +57,12 @@ def place(records: Sequence[Record], ranks: int) -> tuple[Stored, ...]:
             holders = record.lying.grid.holders[part]
             for box in cut(record.box(part), record.dtype, len(holders)):
                 rank = min(holders, key=lambda one: (written[one], one))
-                chunk, ends[rank] = _at(box, record.dtype, file_of(rank), ends[rank])
-                written[rank] += chunk.entry[1]
+                begin = -(-ends[rank] // ALIGN) * ALIGN
+                head, length = frame(box.sizes, record.dtype)
+                entry, start = (begin, length), begin + head
+                chunk = Chunk(box.offsets, box.sizes, file_of(rank), entry, start, ())
+                ends[rank] = begin + length
+                written[rank] += length
                 chunks.append(chunk)
         tensors.append(Stored(record.name, record.shape, record.dtype, tuple(chunks), record.of))
     return tuple(tensors)
@@ -129,13 +134,10 @@ def cut(box: Box, dtype: torch.dtype, holders: int = 1) -> Iterator[Box]:
     if nbytes <= limit:
         yield box
         return
-    inner = nbytes  # of one index of dimensions up to `dim`
-    for dim, size in enumerate(box.sizes):
-        inner //= size
-        if inner <= limit:
-            break
-    else:
-        dim = len(box.sizes) - 1
+    dim, inner = 0, nbytes // box.sizes[0]  # bytes of one index of dimensions up to `dim`
+    while inner > limit and dim + 1 < len(box.sizes):
+        dim += 1
+        inner //= box.sizes[dim]
     rows = max(1, limit // inner)
     starts = range(0, box.sizes[dim], rows)
     for outer in itertools.product(*(range(size) for size in box.sizes[:dim])):
@@ -151,13 +153,18 @@ def _filled(record: Record) -> Sequence[int]:
     return [part for part in range(record.parts) if record.box(part).numel] or [0]
 
 
-def _at(box: Box, dtype: torch.dtype, file: str, end: int) -> tuple[Chunk, int]:
-    """A chunk at the next aligned place of a file, and where it ends."""
-    begin = -(-end // ALIGN) * ALIGN
-    head = len(before(box.sizes, dtype))
-    length = head + box.numel * dtype.itemsize + len(after(box.sizes, dtype, 0))
-    chunk = Chunk(box.offsets, box.sizes, file, (begin, length), begin + head, ())
-    return chunk, begin + length
+def _frames() -> Callable[[tuple[int, ...], torch.dtype], tuple[int, int]]:
+    """Bytes before the elements, and of the whole entry; worked out once for each shape."""
+    known: dict[tuple[tuple[int, ...], torch.dtype], tuple[int, int]] = {}
+
+    def frame(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
+        if (sizes, dtype) not in known:
+            head = len(before(sizes, dtype))
+            nbytes = torch.Size(sizes).numel() * dtype.itemsize
+            known[sizes, dtype] = head, head + nbytes + len(after(sizes, dtype, 0))
+        return known[sizes, dtype]
+
+    return frame
 
 
 def _inside(values: Tensor, offsets: Sequence[int], box: Box) -> Tensor:

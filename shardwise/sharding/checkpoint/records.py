@@ -11,8 +11,8 @@ optimizer state, is a value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import optree
@@ -121,6 +121,24 @@ def values_of(state: State) -> dict[str, Any]:
     """What the optimizer state holds besides tensors, by name."""
     named = _named_leaves(state.opt_flats, resting_keys(groups_of(state.home)))
     return {name: leaf for name, leaf in named if not isinstance(leaf, (Tensor, dict))}
+
+
+def with_values(state: State, values: Mapping[str, Any]) -> State:
+    """The same tensors beside other values.
+
+    Args:
+        state: at rest.
+        values: by name; those that are not named stay.
+    """
+    if not values:
+        return state
+    keys = resting_keys(groups_of(state.home))
+    named = list(_named_leaves(state.opt_flats, keys))
+    spec = optree.tree_structure(
+        state.opt_flats, is_leaf=lambda value: is_over(value, keys), namespace=NAMESPACE
+    )
+    leaves = [values.get(name, leaf) for name, leaf in named]
+    return replace(state, opt_flats=optree.tree_unflatten(spec, leaves))
 
 
 def _parameters(state: State, grid: Callable[[tuple[str, ...]], Grid]) -> Iterator[Record]:

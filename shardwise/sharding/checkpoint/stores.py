@@ -63,13 +63,17 @@ class Store:
         self.path.mkdir(parents=True, exist_ok=True)
         for left in self.path.glob(f"{_BESIDE}*"):
             shutil.rmtree(left)
-        beside = self.path / f"{_BESIDE}{name_of(step)}"
+        beside = self.beside(step)
         beside.mkdir()
         return beside
 
+    def beside(self, step: int) -> Path:
+        """Where a generation is written."""
+        return self.path / f"{_BESIDE}{name_of(step)}"
+
     def complete(self, step: int, manifest: str) -> None:
         """Give a generation its manifest and its name; one of the same step makes room."""
-        beside = self.path / f"{_BESIDE}{name_of(step)}"
+        beside = self.beside(step)
         (beside / MANIFEST).write_text(manifest)
         place = self.path / name_of(step)
         if place.exists():
@@ -85,7 +89,7 @@ class Store:
         """Remove every other generation."""
         for path in self.path.iterdir():
             if path.name != name_of(step):
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def run_name(folder: str) -> str:
@@ -151,23 +155,23 @@ class Spread:
     holders: Mapping[str, Mapping[int, str]]
 
 
-def newest_whole(seen: Sequence[Sequence[Copy]]) -> tuple[Spread | None, list[str]]:
+def newest_whole(seen: Sequence[Sequence[Copy]]) -> tuple[Spread | None, dict[int, str]]:
     """The newest save of which every file is in some store.
 
     Args:
         seen: the copies that each rank sees, in rank order.
 
     Returns:
-        The save, and what newer ones lack.
+        The save, and what newer ones lack, by step.
 
     >>> copy = Copy("/dev/shm/rank-0/step-00000002", 2, "k", ("a",), ("a", "b"))
     >>> newest_whole([[copy], []])
-    (None, ['step 2: no store that is left holds b'])
+    (None, {2: 'no store that is left holds b'})
     """
     saves: dict[tuple[int, str], Sequence[str]] = {}
     for copy in (copy for copies in seen for copy in copies):
         saves[copy.step, copy.key] = copy.needs
-    lacking: list[str] = []
+    lacking: dict[int, str] = {}
     for (step, key), needs in sorted(saves.items(), reverse=True):
         holders: dict[str, dict[int, str]] = {file: {} for file in needs}
         for rank, file, path in _held(seen, step, key):
@@ -175,7 +179,7 @@ def newest_whole(seen: Sequence[Sequence[Copy]]) -> tuple[Spread | None, list[st
         without = [file for file, ranks in holders.items() if not ranks]
         if not without:
             return Spread(step, key, holders), lacking
-        lacking.append(f"step {step}: no store that is left holds {', '.join(without)}")
+        lacking[step] = f"no store that is left holds {', '.join(without)}"
     return None, lacking
 
 

@@ -87,7 +87,7 @@ class Vote(NamedTuple):
     step: int
     digest: str
     overwrite: bool
-    fault: str
+    fault: CheckpointError | None
     sums: tuple[tuple[int, ...], ...]
     extra: Any
 
@@ -117,8 +117,7 @@ def write_checkpoint(
     """
     target = session.target(path, gather)
     draft, sums, fault = _written(saving, target, rank, overwrite=overwrite)
-    text = "" if fault is None else _text(fault)
-    told = saving.step, saving.digest, overwrite, text, sums, saving.extra
+    told = saving.step, saving.digest, overwrite, _tellable(fault), sums, saving.extra
     try:
         votes: list[Vote] = gather(Vote(str(path), *told))
     except BaseException:
@@ -135,13 +134,13 @@ def write_checkpoint(
     if draft is not None and problem is not None:
         draft.discard()
     try:
-        outcome: str = gather("" if problem is None else _text(problem))[0]
+        outcome: CheckpointError | None = gather(_tellable(problem))[0]
     finally:
         if draft is not None:
             draft.release()
     if problem is not None:
         raise problem
-    if outcome:
+    if outcome is not None:
         raise _told(0, outcome, path, len(votes))
 
 
@@ -189,20 +188,36 @@ def write_file(
 def _complete(saving: Saving, target: Target, votes: Sequence[Vote], *, overwrite: bool) -> None:
     """Rank 0, when all have voted: the manifest, and the rename."""
     folder = target.temporary
-    tensors = with_sums(saving.tensors, [vote.sums for vote in votes])
-    manifest = Manifest(
+    manifest = manifest_of(saving, [vote.sums for vote in votes], [vote.extra for vote in votes])
+    for rank in range(len(votes)):
+        _check_file(folder / file_of(rank), rank, manifest.files.get(file_of(rank), 0))
+    write_durably(folder / METADATA, dcp_metadata(manifest.tensors))
+    write_durably(folder / MANIFEST, manifest.to_json().encode())
+    complete(target, overwrite=overwrite)
+
+
+def manifest_of(
+    saving: Saving, sums: Sequence[tuple[tuple[int, ...], ...]], extras: Sequence[Any]
+) -> Manifest:
+    """The manifest of a save that all ranks have written.
+
+    Args:
+        saving: of any rank.
+        sums: of the chunks that each rank has written, in rank order.
+        extras: the JSON of each rank's `extra`.
+
+    Raises:
+        CheckpointError: ranks refer to different tensors in `extra`.
+    """
+    tensors = with_sums(saving.tensors, sums)
+    return Manifest(
         step=saving.step,
         plan=saving.plan,
         tensors=tensors,
         values=saving.values,
-        extra=merge_extra([vote.extra for vote in votes]),
+        extra=merge_extra(extras),
         files=file_sizes(tensors),
     )
-    for rank in range(len(votes)):
-        _check_file(folder / file_of(rank), rank, manifest.files.get(file_of(rank), 0))
-    write_durably(folder / METADATA, dcp_metadata(tensors))
-    write_durably(folder / MANIFEST, manifest.to_json().encode())
-    complete(target, overwrite=overwrite)
 
 
 def _check_file(path: Path, rank: int, nbytes: int) -> None:
@@ -231,9 +246,9 @@ def _check_file(path: Path, rank: int, nbytes: int) -> None:
 
 def _problem(votes: Sequence[Vote]) -> CheckpointError | None:
     """What the votes say against completing; the same on every rank that has no fault itself."""
-    failed = [rank for rank, vote in enumerate(votes) if vote.fault]
-    if failed:
-        return _told(failed[0], votes[failed[0]].fault, Path(votes[0].path), len(votes))
+    for rank, vote in enumerate(votes):
+        if vote.fault is not None:
+            return _told(rank, vote.fault, Path(vote.path), len(votes))
     first = votes[0]
     other = next((r for r, vote in enumerate(votes) if vote[:4] != first[:4]), None)
     if other is None:
@@ -253,19 +268,20 @@ def _problem(votes: Sequence[Vote]) -> CheckpointError | None:
     )
 
 
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+def _tellable(error: Exception | None) -> CheckpointError | None:
+    """A failure as other ranks can read it, whatever they can unpickle."""
+    if error is None or type(error) is CheckpointError:
+        return error
+    return CheckpointError(f"{type(error).__name__}: {error}")
 
 
-def _told(rank: int, text: str, path: Path, ranks: int) -> CheckpointError:
+def _told(rank: int, error: CheckpointError, path: Path, ranks: int) -> CheckpointError:
     return CheckpointError(
         f"Rank {rank} of {ranks} failed to save, so no rank has.",
         where=str(path),
-        facts=text.splitlines(),
+        facts=str(error).splitlines(),
         why="A checkpoint is complete with the parts of all ranks, or it is none. Earlier "
         "checkpoints and the state are unchanged.",
         fix="see the failure of that rank above; then save again",
-        rank=rank,
-        ranks=ranks,
-        path=str(path),
+        **{"path": str(path), **error.numbers, "rank": rank, "ranks": ranks},
     )

@@ -85,8 +85,8 @@ def _texts(sizes: Sequence[int], dtype: torch.dtype) -> dict[str, bytes]:
 def _small_members(sizes: Sequence[int], dtype: torch.dtype) -> tuple[bytes, bytes]:
     """All members but the elements, and their part of the central directory."""
     members, directory = b"", b""
-    for name, content in _texts(sizes, dtype).items():
-        name, crc, nbytes = f"{_ROOT}/{name}", zlib.crc32(content), len(content)
+    for member, content in _texts(sizes, dtype).items():
+        name, crc, nbytes = f"{_ROOT}/{member}", zlib.crc32(content), len(content)
         directory += _central(name, crc, nbytes, len(members))
         members += _local(name, crc, nbytes, flags=_FLAGS & ~8) + content
     return members, directory
