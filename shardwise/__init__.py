@@ -20,6 +20,12 @@ from shardwise.transforms.checkpointer import Checkpointer
 from shardwise.transforms.compose import chain, masked, partition, tree_at
 from shardwise.transforms.dropout import Dropout, dropout
 from shardwise.transforms.exporting import export_safetensors
+from shardwise.transforms.importing import (
+    from_dcp,
+    from_deepspeed,
+    from_safetensors,
+    from_torch_save,
+)
 from shardwise.transforms.initialise import from_module
 from shardwise.transforms.loss import Mean
 from shardwise.transforms.loss_scale import loss_scale
@@ -68,8 +74,12 @@ __all__ = [
     "fingerprint",
     "freeze",
     "from_checkpoint",
+    "from_dcp",
+    "from_deepspeed",
     "from_module",
+    "from_safetensors",
     "from_state",
+    "from_torch_save",
     "keep_gathered",
     "latest",
     "like",

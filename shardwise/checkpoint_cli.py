@@ -15,16 +15,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.sharding.checkpoint.deepspeed_files import read_deepspeed
+from shardwise.sharding.checkpoint.differences import differences, short
 from shardwise.sharding.checkpoint.folders import is_hidden, resolve
+from shardwise.sharding.checkpoint.foreign import Foreign
 from shardwise.sharding.checkpoint.latest import latest, read_manifest, why_incomplete
 from shardwise.sharding.checkpoint.manifest import MANIFEST, Manifest
-from shardwise.sharding.checkpoint.safetensors_format import INDEX, SINGLE
-from shardwise.sharding.checkpoint.streams import differences, short
+from shardwise.sharding.checkpoint.safetensors_format import INDEX, SINGLE, read_tensors
+from shardwise.sharding.checkpoint.state_dicts import read_dcp, read_torch_save
 from shardwise.sharding.checkpoint.verify import verify as verified
 from shardwise.sharding.describe import format_bytes
-from shardwise.sharding.errors import CheckpointError, ShardwiseError
+from shardwise.sharding.errors import CheckpointError, ShardwiseError, summarise
 from shardwise.sharding.plan import Plan
-from shardwise.transforms.converting import to_safetensors, to_torch
+from shardwise.transforms.adopting import foreign_weights, to_checkpoint
+from shardwise.transforms.converting import Weights, to_safetensors, to_torch, weights_of
 
 checkpoint = typer.Typer(no_args_is_help=True, help="Look at checkpoints, and convert them.")
 
@@ -126,19 +130,35 @@ def convert(  # noqa: PLR0917 - typer reads options from parameters
     where: Annotated[
         list[str] | None, typer.Option(help="Pattern of paths; may be given more than once.")
     ] = None,
+    template: Annotated[
+        Path | None,
+        typer.Option(help="A checkpoint of step 0 of the program that shall restore the target."),
+    ] = None,
+    tag: Annotated[
+        str, typer.Option(help="Of a DeepSpeed checkpoint; the latest by default.")
+    ] = "",
 ) -> None:
     """Convert a checkpoint to plain files, or the files of others to a checkpoint.
 
-    A shardwise checkpoint becomes a directory of safetensors or a file for torch.load, with the
-    parameters (from their masters) and buffers by the names of the module.
+    Plain files, safetensors or one for torch.load, have parameters and buffers by the names of the
+    module; those of a shardwise or DeepSpeed checkpoint are the masters. A shardwise checkpoint of
+    what others have saved has their optimizer state too; it takes names, seed and all that they
+    lack from a --template, a save of program.init(0).
     """
     with _messages():
         kind = source_kind or _kind_of(source)
-        if kind is not Kind.SHARDWISE or to not in _WRITERS:
-            raise _no_way(kind, to)
-        written = _WRITERS[to](
-            resolve(source), target.absolute(), where=where or None, dtype=_dtype(dtype)
-        )
+        weights, foreign = _opened(kind, source, tag)
+        if to is Kind.SHARDWISE and foreign is not None and not (where or dtype):
+            if template is None:
+                raise _template_missing(kind)
+            written = to_checkpoint(foreign, target.absolute(), resolve(template))
+            for line in summarise(list(written.from_template)):
+                typer.echo(f"from the template: {line}")
+        elif to in _WRITERS and kind is not to:
+            write = _WRITERS[to]
+            written = write(weights, target.absolute(), where=where or None, dtype=_dtype(dtype))
+        else:
+            raise _no_way(kind, to, where, dtype)
         typer.echo(f"{target}: {written.tensors} tensors, {written.nbytes:,} bytes")
 
 
@@ -146,6 +166,23 @@ _WRITERS: dict[Kind, Callable[..., Any]] = {
     Kind.SAFETENSORS: to_safetensors,
     Kind.TORCH: to_torch,
 }
+
+
+def _opened(kind: Kind, source: Path, tag: str) -> tuple[Weights, Foreign | None]:
+    """The weights of a source, and all that it has if it is not our own."""
+    path = source.absolute()
+    if kind is Kind.SHARDWISE:
+        return weights_of(resolve(path)), None
+    if kind is Kind.DEEPSPEED:
+        foreign = read_deepspeed(path, tag or None)
+    elif kind is Kind.DCP:
+        foreign = read_dcp(path)
+    elif kind is Kind.TORCH:
+        foreign = read_torch_save(path)
+    else:
+        root = path if path.is_dir() else path.parent
+        foreign = Foreign(str(path), root, {one.name: one for one in read_tensors(path)})
+    return foreign_weights(foreign), foreign
 
 
 @contextmanager
@@ -254,6 +291,8 @@ def _kind_of(source: Path) -> Kind:
         return Kind.SAFETENSORS
     if (source / ".metadata").exists():
         return Kind.DCP
+    if (source / "latest").is_file() or any(source.glob("*_states.pt")):
+        return Kind.DEEPSPEED
     if source.is_file():
         return Kind.TORCH
     found = sorted(os.listdir(source))[:5] if source.is_dir() else ["no such file or directory"]
@@ -267,15 +306,28 @@ def _kind_of(source: Path) -> Kind:
     )
 
 
-def _no_way(source: Kind, target: Kind) -> CheckpointError:
+def _no_way(source: Kind, target: Kind, where: Sequence[str] | None, dtype: str) -> CheckpointError:
+    options = " with --where or --dtype" if where or dtype else ""
     return CheckpointError(
-        f"There is no conversion from {source.value} to {target.value}.",
+        f"There is no conversion from {source.value} to {target.value}{options}.",
         where="shardwise checkpoint convert",
-        facts="shardwise to safetensors or torch",
-        why="Plain files have no optimizer state, and no plan.",
-        fix="convert in two steps, by way of a shardwise checkpoint",
+        facts="any to safetensors or torch, but to itself; any but shardwise to shardwise, whole",
+        why="A checkpoint is the whole state, as it was saved.",
+        fix="--to safetensors or --to torch",
         source=source.value,
         target=target.value,
+    )
+
+
+def _template_missing(source: Kind) -> CheckpointError:
+    return CheckpointError(
+        "A shardwise checkpoint needs a --template.",
+        where="shardwise checkpoint convert",
+        facts=f"what {source.value} has saved is to be a checkpoint",
+        why="Files of others do not say how a program names its optimizer state, which of their "
+        "tensors are buffers, or where it starts.",
+        fix="program.save(path, program.init(0)), then --template path",
+        source=source.value,
     )
 
 

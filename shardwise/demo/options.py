@@ -57,8 +57,8 @@ class Outcome(NamedTuple):
 
     The same on every rank, but for the speed each has seen, and for `largest_difference` and
     `sample`, which rank 0 alone works out. Bytes of a step are the most beyond rest, activations
-    included; plain ones are those of float32, one micro-batch and no recomputation. Losses are those
-    of all steps of a run, those that were taken before it went on at `first_step` too.
+    included; plain ones are those of float32, one micro-batch and no recomputation. Losses are
+    those of all steps of a run, those that were taken before it went on at `first_step` too.
     """
 
     ranks: int

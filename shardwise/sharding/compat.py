@@ -160,7 +160,7 @@ def rebuild_parts(dtype: torch.dtype) -> tuple[Any, Any]:
     return _rebuild_tensor_v2, getattr(torch, name)
 
 
-def offset_in_file(tensor: Tensor) -> int:
+def offset_in_file(tensor: torch.Tensor) -> int:
     """Where the storage of a tensor begins in the file that torch.load has read without memory."""
     offset: int | None = vars(tensor.untyped_storage()).get("_checkpoint_offset")
     if offset is None:

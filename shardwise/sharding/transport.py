@@ -300,13 +300,6 @@ def make_transport(device_mesh: DeviceMesh, *, timeout: float | None = None) -> 
     return Gloo(groups, everyone) if "gloo" in backend else Native(groups, everyone)
 
 
-def job_transport() -> Transport:
-    """Exchanges among all ranks of the job, over its default group; it has no axes."""
-    default = dist.group.WORLD
-    assert default is not None
-    return Gloo({}, default) if "gloo" in str(dist.get_backend()) else Native({}, default)
-
-
 def make_beside(transport: Transport) -> Transport:
     """The exchanges of all ranks for another thread, on the host; see [Note: beside training].
 

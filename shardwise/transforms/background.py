@@ -90,8 +90,17 @@ class Background:
             run_all(works, saving, transport)
             return None
         copy = replace(saving, chunks=self._copy.take(saving.chunks), device=torch.device("cpu"))
-        what = f"save_async {saving.step}"
-        self._last = Beside(lambda: run_all(works, copy, transport), what)
+        lose = self.lose(saving.step)
+
+        def work() -> None:
+            try:
+                run_all(works, copy, transport)
+            except RuntimeError as error:
+                if not is_lost(error):
+                    raise
+                raise lose(error) from error
+
+        self._last = Beside(work, f"save_async {saving.step}")
         self._last.start()
         return self._last
 
@@ -138,6 +147,8 @@ class Background:
 def run_all(works: Sequence[Work], saving: Saving, transport: Transport) -> None:
     """Do one after another; one that fails on all ranks does not keep the others from being done.
 
+    A rank that has lost its peers does nothing more with them.
+
     Args:
         works: what to do.
         saving: with what.
@@ -151,6 +162,8 @@ def run_all(works: Sequence[Work], saving: Saving, transport: Transport) -> None
         try:
             work(saving, transport)
         except Exception as error:
+            if isinstance(error, RuntimeError) and is_lost(error):
+                raise
             failures.append(error)
     try:
         if failures:

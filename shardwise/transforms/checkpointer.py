@@ -34,7 +34,7 @@ from shardwise.sharding.lifted import Lifted
 from shardwise.sharding.movement import Transport
 from shardwise.sharding.plan import call_site
 from shardwise.sharding.state import State
-from shardwise.transforms.background import Work
+from shardwise.transforms.background import Background, Work
 from shardwise.transforms.peers import PeerCopies
 from shardwise.transforms.program import Program, on_each
 from shardwise.transforms.rank_program import RankProgram
@@ -54,7 +54,8 @@ class Checkpointer:
                 checkpointer.after_step(state)
 
     What else a run needs to go on, such as the place in the data or the state of a generator, goes
-    into the state: `checkpointer.after_step(state.with_extra({"cursor": cursor}))`.
+    into the state: `checkpointer.after_step(state.with_extra({"cursor": cursor}))`; after a resume
+    it is in `checkpointer.extra`.
 
     Args:
         program: whose states are saved; all methods are collective.
@@ -107,7 +108,9 @@ class Checkpointer:
         self._async = async_
         self._agree_every = agree_every
         self._request = StopRequest(stop_on)
-        self._peers = _peers_of(program, self.folder, peer_dir)
+        self._backgrounds = list[Background]()
+        self._peers: dict[int, PeerCopies] = {}
+        on_each(program, "Checkpointer", self._take, peer_dir)
         self._peer_every = peer_every or every
         self._saved = self._copied = -1
         self._left: list[str] = []
@@ -117,6 +120,8 @@ class Checkpointer:
         """Whether ranks have agreed to stop; the state is saved."""
         self.resumed_from: str | None = None
         """The checkpoint that the run went on from; None for a fresh state."""
+        self.extra: Any = None
+        """`extra` of the state that the run went on from; in a simulation that of rank 0."""
         self.skipped: tuple[str, ...] = ()
         """What was there and was passed over when the run went on, and why."""
 
@@ -151,8 +156,9 @@ class Checkpointer:
         if state is None:
             state = self._program.init(source, seed=seed)
         else:
-            self.resumed_from = "peer copies" if origins.memory_wins else origins.disk.path
+            self.resumed_from = "peer copies" if origins.memory_wins else str(origins.disk.path)
             self._saved = max(self._saved, origins.disk.step)
+            self.extra = _first(state).extra
         self.step = step_count(state)
         self.skipped = origins.skipped
         if self.skipped and self._program.is_first:
@@ -202,7 +208,8 @@ class Checkpointer:
         Raises:
             CheckpointError: it has failed; on every rank.
         """
-        on_each(self._program, "wait", lambda rank: rank.background.settle())
+        for background in self._backgrounds:
+            background.settle()
         self._tell_left()
 
     def __enter__(self) -> Checkpointer:
@@ -217,6 +224,13 @@ class Checkpointer:
         # What ended the block is what the user has to see.
         with suppress(ShardwiseError):
             self.wait()
+
+    def _take(self, rank: RankProgram, peer_dir: Any) -> None:
+        """Know a rank of this process; all simulated ones are."""
+        self._backgrounds.append(rank.background)
+        if peer_dir is not None:
+            number, ranks = rank.mover.rank, rank.mover.mesh.size
+            self._peers[number] = PeerCopies(Path(peer_dir), self.folder, number, ranks)
 
     # -- saving -----------------------------------------------------------------------------
 
@@ -279,23 +293,13 @@ class Checkpointer:
             )
 
 
-def _peers_of(program: Program, folder: Path, peer_dir: Any) -> dict[int, PeerCopies]:
-    """By rank, of this process or of all simulated ones."""
-    if peer_dir is None:
-        return {}
-
-    def make(rank: RankProgram, root: Any) -> PeerCopies:
-        return PeerCopies(Path(root), folder, rank.mover.rank, rank.mover.mesh.size)
-
-    made = on_each(program, "Checkpointer", make, peer_dir)
-    of_all = made.ranks if isinstance(made, Lifted) else (made,)
-    return {one.rank: one for one in of_all}
-
-
 def step_count(state: State) -> int:
     """Steps that a state has taken; it may be lifted."""
-    one = state.ranks[0] if isinstance(state, Lifted) else state
-    return int(one.step)
+    return int(_first(state).step)
+
+
+def _first(state: Any) -> State:
+    return state.ranks[0] if isinstance(state, Lifted) else state
 
 
 def _check(name: str, value: int | None) -> None:

@@ -1,9 +1,9 @@
 """A checkpoint on disk as plain files, without a job: safetensors, or what `torch.load` reads.
 
-[Note: a state dict without its memory]
-`torch.save` writes storages one after the other from where they are. Tensors here are views of a
-temporary file, mapped into memory, so what they hold is the kernel's to drop; the price is that
-bytes are written twice.
+[Note: tensors without memory]
+`torch.save` and our own writer take elements from where they are. Tensors here are views of a
+temporary file that is mapped into memory, so what they hold is the kernel's to drop; the price is
+that bytes are written twice.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import shutil
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardwise.sharding.checkpoint.differences import parameters_and_buffers
 from shardwise.sharding.checkpoint.disk import disk_error, flush_folder
 from shardwise.sharding.checkpoint.latest import read_manifest
-from shardwise.sharding.checkpoint.manifest import Manifest, Stored
+from shardwise.sharding.checkpoint.manifest import Stored
 from shardwise.sharding.checkpoint.read import Job, Reader
 from shardwise.sharding.checkpoint.records import Box
-from shardwise.sharding.checkpoint.streams import parameters_and_buffers, pieces
 from shardwise.sharding.errors import CheckpointError
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.tree import Where, select
@@ -37,6 +38,21 @@ FILE_BYTES = 5_000_000_000
 _ALIGN = 64  # of each tensor in the temporary file
 
 
+@dataclass(frozen=True)
+class Weights:
+    """Parameters and buffers on disk by the module's own names.
+
+    Args:
+        root: directory that the files of chunks are named from.
+        tensors: by name.
+        aliases: other names of tied parameters, to the name that has the tensor.
+    """
+
+    root: Path
+    tensors: Mapping[str, Stored]
+    aliases: Mapping[str, str]
+
+
 class Written(NamedTuple):
     """What was written: the number of tensors, and the bytes of their elements."""
 
@@ -44,8 +60,27 @@ class Written(NamedTuple):
     nbytes: int
 
 
+def weights_of(path: Path) -> Weights:
+    """The weights of a shardwise checkpoint.
+
+    Args:
+        path: of a complete checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged.
+    """
+    manifest = read_manifest(path)
+    aliases = aliases_in(Plan.from_json(manifest.plan)) if manifest.plan else {}
+    return Weights(path, parameters_and_buffers(manifest.tensors), aliases)
+
+
+def aliases_in(plan: Plan) -> dict[str, str]:
+    """Other names of tied parameters, to the one that holds them."""
+    return {alias: info.path for info in plan.infos for alias in info.aliases}
+
+
 def to_safetensors(
-    source: Path,
+    source: Weights,
     target: Path,
     *,
     where: Where | None = None,
@@ -55,25 +90,24 @@ def to_safetensors(
     """Write a directory as transformers reads it, tied weights once; holds one tensor.
 
     Args:
-        source: a complete checkpoint.
+        source: what is written.
         target: a directory; it must not exist.
         where: selects paths of parameters and buffers; None: all.
         dtype: of floating-point tensors; None: as they are stored.
         max_file_bytes: of one file; several have an index.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, the target exists or cannot be written.
+        CheckpointError: the source is damaged, the target exists or cannot be written.
         PatternError: a pattern matches no path.
     """
-    chosen = _choose(read_manifest(source), where, dtype)
+    chosen = _choose(source, where, dtype)
     files = Files(target, max_file_bytes, None, overwrite=False)
     try:
         files.begin([item for item, _ in chosen])
-        with Reader(source) as reader:
+        with Reader(source.root) as reader:
             for item, stored in chosen:
                 values = torch.empty(item.shape, dtype=item.dtype)
-                whole = Box((0,) * len(item.shape), item.shape)
-                reader.fill([Job(stored, whole, values)])
+                reader.fill([Job(stored, _whole(item.shape), values)])
                 files.append(item, values)
         files.complete(None)
     except BaseException:
@@ -83,30 +117,36 @@ def to_safetensors(
 
 
 def to_torch(
-    source: Path, target: Path, *, where: Where | None = None, dtype: torch.dtype | None = None
+    source: Weights,
+    target: Path,
+    *,
+    where: Where | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Written:
     """Write a state dict for `torch.load`, tied weights under all of their names.
 
-    Needs twice its space while it runs; see [Note: a state dict without its memory].
+    Needs twice its space while it runs; see [Note: tensors without memory].
 
     Args:
-        source: a complete checkpoint.
+        source: what is written.
         target: a file; it must not exist.
         where: selects paths of parameters and buffers; None: all.
         dtype: of floating-point tensors; None: as they are stored.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, the target exists or cannot be written.
+        CheckpointError: the source is damaged, the target exists or cannot be written.
         PatternError: a pattern matches no path.
     """
-    manifest = read_manifest(source)
-    chosen = _choose(manifest, where, dtype)
+    chosen = _choose(source, where, dtype)
     if target.exists():
         raise _exists(target)
     nbytes = sum(item.nbytes for item, _ in chosen)
-    with _folder_beside(target) as folder:
-        values = _mapped(source, folder / "elements", chosen)
-        for alias, path in _aliases(manifest).items():
+    with folder_beside(target) as folder:
+        values = mapped(folder / "elements", [item for item, _ in chosen])
+        with Reader(source.root) as reader:
+            for item, stored in chosen:
+                reader.fill([Job(stored, _whole(item.shape), values[item.name])])
+        for alias, path in source.aliases.items():
             if path in values:
                 values[alias] = values[path]
         made = folder / target.name
@@ -127,50 +167,48 @@ def _written(chosen: Sequence[tuple[Item, Stored]]) -> Written:
     return Written(len(chosen), sum(item.nbytes for item, _ in chosen))
 
 
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)
+
+
 def _choose(
-    manifest: Manifest, where: Where | None, dtype: torch.dtype | None
+    source: Weights, where: Where | None, dtype: torch.dtype | None
 ) -> list[tuple[Item, Stored]]:
-    """Parameters and buffers by the module's own names."""
-    known = parameters_and_buffers(manifest.tensors)
-    paths = known if where is None else select(where, list(known))
+    paths = source.tensors if where is None else select(where, list(source.tensors))
     chosen: list[tuple[Item, Stored]] = []
     for path in paths:
-        stored = known[path]
+        stored = source.tensors[path]
         casts = dtype is not None and stored.dtype.is_floating_point
-        chosen.append(
-            (Item(path, dtype if casts and dtype else stored.dtype, stored.shape), stored)
-        )
+        made = dtype if casts and dtype else stored.dtype
+        chosen.append((Item(path, made, stored.shape), stored))
     return chosen
 
 
-def _aliases(manifest: Manifest) -> Mapping[str, str]:
-    """Other names of tied parameters."""
-    if not manifest.plan:
-        return {}
-    infos = Plan.from_json(manifest.plan).infos
-    return {alias: info.path for info in infos for alias in info.aliases}
+def mapped(path: Path, items: Sequence[Item]) -> dict[str, Tensor]:
+    """Tensors over a new file; see [Note: tensors without memory].
 
+    Args:
+        path: of the file; it must not exist.
+        items: names, dtypes and shapes.
 
-def _mapped(source: Path, path: Path, chosen: Sequence[tuple[Item, Stored]]) -> dict[str, Tensor]:
-    """Tensors over a new file with all elements."""
+    Raises:
+        CheckpointError: there is no space.
+    """
     starts: list[int] = []
-    at = 0
+    end = 0
+    for item in items:
+        starts.append(end)
+        end += -(-item.nbytes // _ALIGN) * _ALIGN
+    end += _ALIGN  # a file of no bytes cannot be mapped
     try:
-        with Reader(source) as reader, path.open("xb") as file:
-            for item, stored in chosen:
-                starts.append(at)
-                for piece in pieces(reader, stored, item.dtype):
-                    raw: Any = piece.reshape(-1).view(torch.uint8).numpy()
-                    at += file.write(memoryview(raw))
-                at += file.write(bytes(-at % _ALIGN))
-            file.write(bytes(_ALIGN))  # a file of no bytes cannot be mapped
-        with path.open("r+b") as file:
-            elements = mmap.mmap(file.fileno(), 0)
+        with path.open("x+b") as file:
+            # Without space a write to mapped memory would end the process.
+            os.posix_fallocate(file.fileno(), 0, end)
+            elements = mmap.mmap(file.fileno(), end)
     except OSError as error:
-        raise disk_error(error, path, "write", at) from error
+        raise disk_error(error, path, "write", end) from error
     return {
-        item.name: _view(elements, start, item)
-        for start, (item, _) in zip(starts, chosen, strict=True)
+        item.name: _view(elements, start, item) for start, item in zip(starts, items, strict=True)
     }
 
 
@@ -183,8 +221,15 @@ def _view(elements: mmap.mmap, start: int, item: Item) -> Tensor:
 
 
 @contextmanager
-def _folder_beside(target: Path) -> Generator[Path]:
-    """A hidden directory beside a file to be, and gone afterwards."""
+def folder_beside(target: Path) -> Generator[Path]:
+    """A hidden directory beside what is to be, and gone afterwards.
+
+    Args:
+        target: what is to be.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.saving-", dir=target.parent))

@@ -164,7 +164,7 @@ def _lives(draft: Path) -> bool:
 
 
 def json_of(config: Any, dtype: torch.dtype | None) -> bytes | None:
-    """The bytes of `config.json`.
+    r"""The bytes of `config.json`.
 
     Args:
         config: with `to_json_string` or `to_dict`, as transformers has them, or a mapping.
@@ -174,7 +174,7 @@ def json_of(config: Any, dtype: torch.dtype | None) -> bytes | None:
         CheckpointError: it is neither.
 
     >>> json_of({"hidden_size": 8}, torch.bfloat16)
-    b'{\\n  "hidden_size": 8,\\n  "dtype": "bfloat16"\\n}\\n'
+    b'{\n  "hidden_size": 8,\n  "dtype": "bfloat16"\n}\n'
     """
     if config is None:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from shardwise.sharding.checkpoint.placing import cut
 from shardwise.sharding.checkpoint.read import Job, Reader
 from shardwise.sharding.checkpoint.records import Box, Record
 from shardwise.sharding.compat import copy_all
-from shardwise.sharding.leaves import Home
+from shardwise.sharding.layout import Layout
+from shardwise.sharding.leaves import Flats, Home
 from shardwise.sharding.state import State
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.stepping import init_opt
@@ -36,26 +38,56 @@ def blank_state(
         buffers: for shapes and dtypes.
         device: where tensors live; "meta": nowhere, for names and layouts only.
     """
-    plan, buckets = lowering.plan, lowering.all_buckets
-    # First, as an optimizer's init sees parameters to be thrown away: later they would be a peak.
-    opt = init_opt(lowering.stepping, plan.mesh.coords(home.rank), device)
+    buckets = lowering.all_buckets
     masters = {b.name: b.opt for b in buckets if b.has_master and b.opt}
-    return State(
-        home=home,
-        flats={
-            b.name: torch.zeros(b.params.length, dtype=b.params.dtype, device=device)
-            for b in buckets
-        },
-        masters={
-            name: torch.zeros(layout.length, dtype=layout.dtype, device=device)
-            for name, layout in masters.items()
-        },
-        opt_flats=opt,
-        buffer_values={
+
+    def zeros(layout: Layout) -> Tensor:
+        return torch.zeros(layout.length, dtype=layout.dtype, device=device)
+
+    # First, as an optimizer's init sees parameters to be thrown away: later they would be a peak.
+    opt = init_opt(lowering.stepping, lowering.plan.mesh.coords(home.rank), device)
+    return first_state(
+        lowering,
+        home,
+        flats={bucket.name: zeros(bucket.params) for bucket in buckets},
+        masters={name: zeros(layout) for name, layout in masters.items()},
+        opt=opt,
+        buffers={
             name: torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
             for name, buffer in buffers.items()
         },
-        seed=torch.zeros((), dtype=torch.int64),
+    )
+
+
+def first_state(
+    lowering: Lowering,
+    home: Home,
+    *,
+    flats: Flats,
+    masters: Flats,
+    opt: Any,
+    buffers: dict[str, Tensor],
+    seed: int = 0,
+) -> State:
+    """A state before its first step.
+
+    Args:
+        lowering: of the program.
+        home: of the program.
+        flats: parameters, by bucket.
+        masters: their master copies, by bucket.
+        opt: the optimizer's first state, at rest.
+        buffers: by path.
+        seed: what dropout draws from.
+    """
+    plan = lowering.plan
+    return State(
+        home=home,
+        flats=flats,
+        masters=masters,
+        opt_flats=opt,
+        buffer_values=buffers,
+        seed=torch.tensor(seed, dtype=torch.int64),
         count=torch.zeros((), dtype=torch.int64),
         scaling=init_loss_scale(plan.loss_scale, half=plan.uses_half),
         extra_value=None,

@@ -1,8 +1,4 @@
-"""Calls on a state alone: its ranks are simulated ones, those of this job, or one.
-
-A program has a transport with a group for every axis. What is called with a state needs only
-exchanges among all ranks, for which the job's own group serves.
-"""
+"""Calls on a state alone: its ranks are simulated ones, those of the job that made it, or one."""
 
 from __future__ import annotations
 
@@ -10,15 +6,13 @@ import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from shardwise.sharding.errors import ShardwiseError, StateError
 from shardwise.sharding.leaves import Home
 from shardwise.sharding.lifted import Lifted
 from shardwise.sharding.movement import Mover, Transport
 from shardwise.sharding.simulation import Simulated, World
 from shardwise.sharding.state import State
-from shardwise.sharding.transport import Alone, job_transport
+from shardwise.sharding.transport import Alone, spans_processes
 from shardwise.transforms.desync import watched
 from shardwise.transforms.settle import Failure, raise_together
 
@@ -76,8 +70,8 @@ def _one(state: State, call: str, run: Callable[[State, Mover], T], transport: T
 
 def _transport(home: Home, call: str) -> Transport:
     size = home.mesh.size
-    if dist.is_initialized() and dist.get_world_size() == size:
-        return job_transport()
+    if home.origin is not None and spans_processes(home.origin.transport):
+        return home.origin.transport
     if size == 1:
         return Alone()
     raise StateError(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.sharding.checkpoint.disk import disk_error
-from shardwise.sharding.checkpoint.gathering import lay_out, move, slices
+from shardwise.sharding.checkpoint.gathering import lay_out, memory_of, move, slices
 from shardwise.sharding.checkpoint.manifest import MANIFEST, Manifest
 from shardwise.sharding.checkpoint.placing import file_of
 from shardwise.sharding.checkpoint.records import Record
@@ -136,7 +136,7 @@ class PeerCopies:
             try:
                 if fault is None and received:
                     with (beside / file_of(source)).open("ab") as file:
-                        file.write(memoryview(out.numpy()))
+                        file.write(memory_of(out))
             except OSError as error:
                 fault = disk_error(error, beside, "write", received, start)
         return fault
@@ -206,7 +206,7 @@ def _read_into(data: torch.Tensor, path: Path, start: int) -> None:
     if data.numel():
         with path.open("rb") as file:
             file.seek(start)
-            file.readinto(memoryview(data.numpy()))
+            file.readinto(memory_of(data))
 
 
 def _text(fault: Exception | None) -> str:

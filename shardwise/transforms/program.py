@@ -9,24 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.sharding.beside import Beside
-from shardwise.sharding.compat import device_mesh_without_backend
-from shardwise.sharding.errors import MeshError, SimulationError, strict_keywords
+from shardwise.sharding.errors import SimulationError, strict_keywords
 from shardwise.sharding.gradients import Grads
-from shardwise.sharding.job import join_job
 from shardwise.sharding.lifted import Lifted
-from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.movement import Collective, Transport
+from shardwise.sharding.movement import Collective
 from shardwise.sharding.plan import call_site
-from shardwise.sharding.simulation import Simulated, World, current_world
+from shardwise.sharding.simulation import World
 from shardwise.sharding.state import State
-from shardwise.sharding.transport import Alone, make_transport
 from shardwise.transforms.background import Writing
 from shardwise.transforms.carry import FromState
 from shardwise.transforms.desync import agreed, watched
+from shardwise.transforms.importing import FromFiles
 from shardwise.transforms.initialise import FromModule
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.metrics import Metrics
@@ -71,7 +66,7 @@ class Program:
     @strict_keywords
     def init(
         self,
-        source: int | FromModule | FromState | FromCheckpoint = 0,
+        source: int | FromModule | FromState | FromCheckpoint | FromFiles = 0,
         *,
         seed: int | None = None,
         init: InitModule | None = None,
@@ -79,7 +74,9 @@ class Program:
         """A fresh state, or the state of another program carried over or read from disk.
 
         Args:
-            source: a seed, `from_module(model)`, `from_state(state)` or `from_checkpoint(path)`.
+            source: a seed, `from_module(model)`, `from_state(state)`, `from_checkpoint(path)`, or
+                files of other systems: `from_safetensors`, `from_deepspeed`, `from_dcp` and
+                `from_torch_save`.
             seed: the same as `source`, by name; beside another source, what dropout draws from.
             init: called for each module after its own `reset_parameters`, as `module.apply` would.
 
@@ -87,7 +84,7 @@ class Program:
             InitError: parameters or buffers that no init touched, or that the module lacks.
             StateError: the state that is carried over is of another model or optimizer.
         """
-        if init is not None and isinstance(source, FromModule | FromState):
+        if init is not None and isinstance(_same(source), FromModule | FromState):
             warnings.warn("init= has no effect: this source has all values.", stacklevel=3)
 
         def run(rank: RankProgram, source: Any) -> State:
@@ -181,7 +178,7 @@ class Program:
 
         Each rank writes what it holds, once among replicas, into a hidden directory beside `path`;
         when all have, it is renamed. A crash leaves `path` as it was. The state stays usable, and
-        beside it a save holds 8 MiB. Its only exchanges are two votes, and a third the first time.
+        beside it a save holds 16 MiB. Its only exchanges are two votes, and a third the first time.
 
         Args:
             path: the directory to be made, with those above it; the same on all ranks, on a file
@@ -242,9 +239,7 @@ class Program:
         return Writing(str(absolute(path)), time.perf_counter() - start, thread)
 
     @strict_keywords
-    def restore(
-        self, path: Any, *, partial: Sequence[str] | str = (), cast: bool = False
-    ) -> State:
+    def restore(self, path: Any, *, partial: Sequence[str] | str = (), cast: bool = False) -> State:
         """What `save` has written, under whatever plan: `init(from_checkpoint(path, ...))`.
 
         Args:
@@ -402,56 +397,4 @@ def _other_size(arg: Lifted, ranks: int) -> SimulationError:
         fix="pass what this program, or one on a mesh of as many ranks, has returned",
         has=len(arg.ranks),
         needs=ranks,
-    )
-
-
-def bind(
-    lowering: Lowering,
-    *,
-    device: torch.device | str | None = None,
-    debug: bool = False,
-    timeout: float | None = None,
-) -> Program:
-    """See `Lowered.bind`."""
-    mesh = lowering.plan.mesh
-    world = current_world()
-    where = torch.device(device) if device else _default_device(simulated=world is not None)
-
-    def on(rank: int, transport: Transport, device_mesh: DeviceMesh) -> RankProgram:
-        with torch.inference_mode(False):
-            return RankProgram(
-                lowering, rank, transport, device_mesh=device_mesh, device=where, debug=debug
-            )
-
-    if world is not None:
-        _check_world(mesh, world.mesh.size, f"simulate({world.mesh!r})", world.mesh == mesh)
-        meshes = [device_mesh_without_backend(mesh, r, where.type) for r in range(mesh.size)]
-        return Program([on(r, Simulated(world, r), m) for r, m in enumerate(meshes)], world)
-    job = join_job(where.type, timeout=timeout)
-    _check_world(mesh, job.world, f"this job of {job.world} ranks", job.world == mesh.size)
-    if job.world == 1 and not dist.is_initialized():
-        return Program([on(0, Alone(), device_mesh_without_backend(mesh, 0, where.type))], None)
-    device_mesh = init_device_mesh(where.type, mesh.sizes, mesh_dim_names=mesh.names)
-    transport = make_transport(device_mesh, timeout=timeout)
-    return Program([on(job.rank, transport, device_mesh)], None)
-
-
-def _default_device(*, simulated: bool) -> torch.device:
-    if not simulated and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _check_world(mesh: Mesh, world: int, where: str, fits: bool) -> None:
-    if fits:
-        return
-    sizes = " * ".join(str(size) for size in mesh.sizes) or "1"
-    raise MeshError(
-        f"{mesh!r} does not fit {where}.",
-        where="lowered.bind()",
-        facts=[f"{sizes} == {mesh.size}; the job has {world} ranks."],
-        why="Every rank of the job has one position in the mesh.",
-        fix="use -1 for one axis, or start as many ranks as the mesh has",
-        size=mesh.size,
-        world=world,
     )

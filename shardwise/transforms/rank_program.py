@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.optim.loss_scale import init_loss_scale, next_divisor, next_loss_scale
+from shardwise.optim.loss_scale import next_divisor, next_loss_scale
 from shardwise.optim.norms import Norm
 from shardwise.sharding.functional import make_template
 from shardwise.sharding.gradients import Grads, rest_gradients
@@ -26,12 +26,14 @@ from shardwise.transforms.buffer_sync import (
 )
 from shardwise.transforms.carry import FromState, carry_state
 from shardwise.transforms.casts import cast_buffers
+from shardwise.transforms.filling import first_state
 from shardwise.transforms.finite import (
     agree_on_fault,
     agree_on_range,
     checked_grads,
     nonfinite_flag,
 )
+from shardwise.transforms.importing import FromFiles, import_state
 from shardwise.transforms.initialise import FromModule, Shards, check_source, take_module
 from shardwise.transforms.loss import Loss, Mean, bad_count, no_gradient
 from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
@@ -108,7 +110,7 @@ class RankProgram:
 
     def init(
         self,
-        source: int | FromModule | FromState | FromCheckpoint,
+        source: int | FromModule | FromState | FromCheckpoint | FromFiles,
         seed: int | None = None,
         init: InitModule | None = None,
     ) -> State:
@@ -119,10 +121,8 @@ class RankProgram:
             StateError: the state that is carried does not fit; every rank raises.
             RankError: an init failed on another rank.
         """
-        if isinstance(source, FromState):
-            return self._carried(source, seed)
-        if isinstance(source, FromCheckpoint):
-            return self._restored(source, seed, init)
+        if isinstance(source, FromState | FromCheckpoint | FromFiles):
+            return self._taken(source, seed, init)
         plan = self.lowering.plan
         shards = Shards(self.lowering.all_buckets, plan.mesh, self.mover.coords, self.device)
         seed = self._agree_seed(seed if seed is not None else source)
@@ -145,30 +145,25 @@ class RankProgram:
             buffers = {name: source.tensors[name].to(self.device) for name in buffers}
         return self._first_state(shards, buffers, seed)
 
-    def _carried(self, source: FromState, seed: int | None) -> State:
-        buffers = cast_buffers(self._buffers, self.lowering.plan.precision.buffers)
-        state = carry_state(
-            source, self.lowering, self.home, self.mover, buffers=buffers, device=self.device
-        )
-        return self._with_seed(state, seed)
-
-    def _restored(
-        self, source: FromCheckpoint, seed: int | None, init: InitModule | None
+    def _taken(
+        self,
+        source: FromState | FromCheckpoint | FromFiles,
+        seed: int | None,
+        init: InitModule | None,
     ) -> State:
-        self.background.settle()
-        state = restore_state(
-            source,
-            self.lowering,
-            self.home,
-            self.mover,
-            buffers=cast_buffers(self._buffers, self.lowering.plan.precision.buffers),
-            device=self.device,
-            initial=lambda seed: self.init(seed, init=init),
-            seed=seed,
-        )
-        return self._with_seed(state, seed)
-
-    def _with_seed(self, state: State, seed: int | None) -> State:
+        """A state that is somewhere else, as one of this program."""
+        place = (self.lowering, self.home, self.mover)
+        buffers = cast_buffers(self._buffers, self.lowering.plan.precision.buffers)
+        about: dict[str, Any] = {"buffers": buffers, "device": self.device}
+        if isinstance(source, FromState):
+            state = carry_state(source, *place, **about)
+        elif isinstance(source, FromCheckpoint):
+            self.background.settle()
+            about |= {"initial": lambda seed: self.init(seed, init=init), "seed": seed}
+            state = restore_state(source, *place, **about)
+        else:
+            about["initial"] = lambda: self.init(seed or 0, init=init)
+            state = import_state(source, *place, **about)
         if seed is None:
             return state
         return replace(state, seed=torch.tensor(self._agree_seed(seed), dtype=torch.int64))
@@ -178,18 +173,14 @@ class RankProgram:
         buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         for buffer in buffers.values():
             self.mover.transport.broadcast(buffer)
-        return State(
-            home=self.home,
+        return first_state(
+            self.lowering,
+            self.home,
             flats=shards.flats,
             masters=shards.masters,
-            opt_flats=init_opt(self.lowering.stepping, self.mover.coords, self.device),
-            buffer_values=buffers,
-            seed=torch.tensor(seed, dtype=torch.int64),
-            count=torch.zeros((), dtype=torch.int64),
-            scaling=init_loss_scale(
-                self.lowering.plan.loss_scale, half=self.lowering.plan.uses_half
-            ),
-            extra_value=None,
+            opt=init_opt(self.lowering.stepping, self.mover.coords, self.device),
+            buffers=buffers,
+            seed=seed,
         )
 
     def _agree_seed(self, given: int | FromModule) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.sharding.checkpoint.keeping import Found, find
+from shardwise.sharding.checkpoint.latest import Latest, latest
 from shardwise.sharding.checkpoint.records import Record, records_of
 from shardwise.sharding.checkpoint.stores import Copy, Spread, newest_whole
 from shardwise.sharding.errors import CheckpointError
@@ -41,7 +41,7 @@ class Origins(NamedTuple):
         skipped: what was passed over, and why.
     """
 
-    disk: Found
+    disk: Latest
     memory: Spread | None
     skipped: tuple[str, ...]
 
@@ -59,7 +59,7 @@ class Origins(NamedTuple):
 class _Seen(NamedTuple):
     """What one rank sees; only rank 0 looks at the disk."""
 
-    disk: Found | None
+    disk: Latest | None
     copies: list[Copy]
     passed: list[str]
 
@@ -76,7 +76,7 @@ def look(program: Program, folder: Path, peers: Peers) -> Origins:
     def run(rank: RankProgram) -> Origins:
         mine = rank.mover.rank
         copies, passed = peers[mine].found() if peers else ([], [])
-        seen = _Seen(find(folder) if mine == 0 else None, copies, passed)
+        seen = _Seen(latest(folder) if mine == 0 else None, copies, passed)
         told: list[_Seen] = rank.mover.transport.gather_objects(seen)
         disk = told[0].disk
         assert disk is not None
@@ -110,7 +110,8 @@ def recover(
     """
     if origins.memory is not None and origins.memory_wins:
         try:
-            return _from_memory(program, origins.memory, peers, at=at, seed=seed, fits=fits), origins
+            state = _from_memory(program, origins.memory, peers, at=at, seed=seed, fits=fits)
+            return state, origins
         except CheckpointError as error:
             if origins.disk.path is None:
                 raise

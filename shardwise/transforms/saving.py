@@ -47,7 +47,7 @@ class Saver:
         self._device = device
         self._session = Session()
         self._count = 0
-        self._placed: tuple[Any, tuple[Stored, ...]] = ((), ())
+        self._placed: tuple[Any, tuple[Stored, ...], str] = ((), (), "")
 
     def save(self, path: str | os.PathLike[str], state: State, *, overwrite: bool, at: str) -> None:
         """Write a state; complete on return. See `Program.save`.
@@ -124,12 +124,12 @@ class Saver:
             packed = pack_extra(state.extra, self._home)
             values = {name: pack_value(one, name) for name, one in values_of(state).items()}
             records = (*in_model_order(records_of(state), self._plan), *packed.records)
-            tensors = self._place(records)
+            tensors, layout = self._place(records)
             return replace(
                 blank,
                 step=int(state.step),
                 tensors=tensors,
-                digest=f"{digest(tensors)}{_digest_of(values)}",
+                digest=f"{layout}{_digest_of(values)}",
                 chunks=tuple(own_chunks(tensors, records, self._mover.rank)),
                 values=values,
                 extra=packed.tree,
@@ -137,12 +137,13 @@ class Saver:
         except Exception as error:
             return replace(blank, fault=error)
 
-    def _place(self, records: Sequence[Record]) -> tuple[Stored, ...]:
+    def _place(self, records: Sequence[Record]) -> tuple[tuple[Stored, ...], str]:
         """Layouts are those of the last save, but for what the user has put into `extra`."""
         key = [(r.name, r.dtype, r.derived, r.lying.entry, r.lying.grid.axes) for r in records]
         if key != self._placed[0]:
-            self._placed = key, place(records, self._mover.mesh.size)
-        return self._placed[1]
+            tensors = place(records, self._mover.mesh.size)
+            self._placed = key, tensors, digest(tensors)
+        return self._placed[1:]
 
     def arrive(self) -> None:
         """Note for other ranks that this one has begun a save."""
@@ -206,8 +207,8 @@ def _alone(lost: RankError, absent: list[int] | None, path: str, at: str) -> Che
         f"program.save was not joined by all ranks: {lost.what}",
         where=f"program.save({path!r}) at {at}",
         facts=facts,
-        why="Every rank writes its part, so all ranks call save, at the same step. Nothing is left "
-        "of this one, and the state is unchanged.",
+        why="Every rank writes its part, so all ranks call save, at the same step. The path "
+        "holds a whole checkpoint or none, and the state is unchanged.",
         fix="call save on every rank, not under `if rank == 0`; where ranks decide by themselves, "
         "decide together with program.agree(...)",
         path=path,

@@ -13,29 +13,14 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.sharding.checkpoint import writing
 from shardwise.sharding.checkpoint.latest import why_incomplete
 from shardwise.sharding.errors import CheckpointError
 from tests.checkpoints.runs import bits, lowered, train
+from tests.checkpoints.slow import local, place, slow_disk
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(100)]
 
 SLOW_SECONDS = 0.8
-
-
-def slow_disk() -> None:
-    """Have this process write slowly; it is a rank that ends with the test."""
-    write_file = writing.write_file
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(SLOW_SECONDS)
-        return write_file(*args, **kwargs)
-
-    writing.write_file = slow
-
-
-def place(folder: str, name: str) -> str:
-    return os.path.join(folder, f"{name}-on-{os.environ['WORLD_SIZE']}")
 
 
 def make() -> tuple[sw.Program, Any]:
@@ -43,39 +28,9 @@ def make() -> tuple[sw.Program, Any]:
     return program, program.init(0)
 
 
-def local(state: Any) -> list[torch.Tensor]:
-    return [state.params[path].to_local().clone() for path in state.params]
-
-
-def fill(state: Any, value: float) -> None:
-    for path in state.params:
-        state.params[path].to_local().fill_(value)
-
-
-def mutates(folder: str) -> dict[str, Any]:
-    """CKP-5: ones, a slow save, twos at once; a second save and a load as soon as possible."""
-    slow_disk()
-    program, state = make()
-    fill(state, 1.0)
-    ones = place(folder, "ones")
-    first = program.save_async(ones, state)
-    fill(state, 2.0)
-    report: dict[str, Any] = {"returned before it was done": not first.done}
-    start = time.perf_counter()
-    second = program.save_async(place(folder, "twos"), state)
-    report["the second waited"] = time.perf_counter() - start > 0.5 * SLOW_SECONDS
-    report["the first was done by then"] = first.done
-    start = time.perf_counter()
-    twos = program.restore(second.path)
-    report["a load waited"] = time.perf_counter() - start > 0.5 * SLOW_SECONDS
-    report["twos"] = all(bool((one == 2).all()) for one in local(twos))
-    report["ones"] = all(bool((one == 1).all()) for one in local(program.restore(ones)))
-    return report
-
-
 def steps_go_on(folder: str) -> bool:
     """Donation: steps taken while the save is written use the memory that was saved."""
-    slow_disk()
+    slow_disk(SLOW_SECONDS)
     program, state = make()
     state = train(program, state, range(2))
     kept = local(state)
@@ -112,7 +67,7 @@ def fails(folder: str, how: str) -> str:
 
 def leaves(folder: str) -> None:
     """End without waiting."""
-    slow_disk()
+    slow_disk(SLOW_SECONDS)
     program, state = make()
     program.save_async(place(folder, "left"), state)
 
@@ -144,12 +99,6 @@ def counts_collectives(folder: str) -> dict[str, Any]:
     train(program, state, range(1))
     report["apart"] = groups.isdisjoint({group for _, group in used}) and len(groups) == 1
     return report
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_written_is_what_was_there(ranks: int, tmp_path: Path) -> None:
-    for report in sw.spawn(mutates, ranks, args=(str(tmp_path),), timeout=60):
-        assert all(report.values()), report
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.sharding.errors import CheckpointError, DonatedStateError
 from tests.transforms.carried import FIRST, PLANS, assert_bits, batch, loss_fn, model, whole
 
 pytestmark = pytest.mark.simulated
@@ -46,3 +48,38 @@ def test_a_walk_through_all_plans_keeps_every_value(step: int, tmp_path: Path) -
             # A master in its parameter's dtype is equal to it.
             assert torch.equal(value, want[leaf.replace("master", "params")]), (name, leaf)
     assert_bits(state, start)
+
+
+def test_every_rank_reads_the_copy_that_it_sees(tmp_path: Path) -> None:
+    """Paths may differ by rank, and rank 0's manifest is the one that counts."""
+    lowered = sw.lower(MORE["zero 3"](model()), loss_fn, sw.optim.adamw(1e-2))
+    with sw.simulate(FIRST):
+        program = lowered.bind()
+        state, _ = program.step(program.init(0), program.shard_batch(batch()))
+        program.save(tmp_path / "0", state)
+        paths = [tmp_path / f"{rank}" for rank in range(4)]
+        for path in paths[1:]:
+            shutil.copytree(paths[0], path)
+            (path / "shardwise.json").unlink()
+        assert_bits(program.restore(sw.Lifted(paths)), state)
+        (paths[2] / "__2_0.distcp").unlink()
+        with pytest.raises(CheckpointError, match="it cannot be opened") as caught:
+            program.restore(sw.Lifted(paths))
+        assert str(paths[2] / "__2_0.distcp") in caught.value.where
+
+
+def test_a_restored_state_is_a_state(tmp_path: Path) -> None:
+    """It trains, is donated, carried and saved as any other; the checkpoint stays as it is."""
+    with sw.simulate(FIRST):
+        program = sw.lower(MORE["zero 1"](model()), loss_fn, sw.optim.adamw(1e-2)).bind()
+        state, _ = program.step(program.init(0), program.shard_batch(batch()))
+        program.save(tmp_path / "saved", state)
+        first, second = (program.restore(tmp_path / "saved") for _ in range(2))
+        after, _ = program.step(first, program.shard_batch(batch(1)))
+        want, _ = program.step(state, program.shard_batch(batch(1)))
+        assert_bits(after, want)
+        with pytest.raises(DonatedStateError):
+            _ = first.params
+        assert program.last_collectives == program.lowered.collectives()
+        assert sw.fingerprint(second) == sw.fingerprint(program.restore(tmp_path / "saved"))
+        assert sw.fingerprint(program.init(sw.from_state(second))) == sw.fingerprint(second)

@@ -17,7 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.sharding.checkpoint.latest import latest, read_manifest
+from shardwise.sharding.checkpoint import writing
+from shardwise.sharding.checkpoint.disk import write_durably
+from shardwise.sharding.checkpoint.latest import latest, read_manifest, why_incomplete
 from shardwise.sharding.checkpoint.verify import verify
 from shardwise.sharding.errors import CheckpointError, RankError, ShardwiseError
 from tests.checkpoints import killing, racing
@@ -46,6 +48,12 @@ def bits(state: Any) -> list[Tensor]:
     return [flat.clone() for tree in trees for flat in tree.values()]
 
 
+def slowly(path: Path, data: bytes) -> None:
+    """What rank 0 alone writes, late."""
+    time.sleep(0.3)
+    write_durably(path, data)
+
+
 # -- one job that meets one trouble after the other ---------------------------------------------
 
 
@@ -53,7 +61,10 @@ def troubles(directory: Path) -> dict[str, Any]:
     program, state, batch, rank = start()
     found: dict[str, Any] = {}
     before = bits(state)
-    program.save(directory / "good", state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "write_durably", slowly)
+        program.save(directory / "good", state)
+        found["complete on return"] = why_incomplete(directory / "good") == ""
 
     def attempt(name: str, path: Path | str, **options: Any) -> None:
         try:
@@ -121,6 +132,13 @@ def test_refusals_are_the_same_on_all_ranks(ranks: tuple[Path, list[dict[str, An
         assert "create of 0 bytes failed with ENOENT" in str(one["read-only"][0])
         assert all(one[name][2] == ["good"] for name in ("exists", "other path", "read-only"))
     assert sorted(os.listdir(directory)) == ["full", "good"]
+
+
+def test_no_rank_returns_before_the_checkpoint_is_complete(
+    ranks: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    """CKP-7c: rank 0 is slow."""
+    assert all(one["complete on return"] for one in ranks[1])
 
 
 def test_dcp_of_the_same_job_reads_what_two_ranks_wrote(

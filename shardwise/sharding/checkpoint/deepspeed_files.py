@@ -61,7 +61,8 @@ def _tagged(directory: Path, tag: str | None) -> Path:
     if tag is None and not any(directory.glob("*_states.pt")):
         raise _unfit(directory, "it has no file `latest`", fix="pass tag=, a directory in it")
     found = directory / tag if tag else directory
-    if not found.is_dir() or found.resolve().parent != directory.resolve() and tag:
+    outside = bool(tag) and found.resolve().parent != directory.resolve()
+    if outside or not found.is_dir():
         tags = sorted(path.name for path in directory.glob("*/") if path.is_dir())
         raise _unfit(directory, f"it has no tag {tag!r}; there are {tags}", fix="pass another tag=")
     return found
@@ -74,7 +75,9 @@ class _Folder:
         self._root = root
         self._optim = self._of_ranks("optim")
         if not self._optim:
-            raise _unfit(root, "it has no *_optim_states.pt", fix="pass the directory of ZeRO-1 to 3")
+            raise _unfit(
+                root, "it has no *_optim_states.pt", fix="pass the directory of ZeRO-1 to 3"
+            )
         self._states = [self._load(path)["optimizer_state_dict"] for path in self._optim]
         counts = self._states[0]["partition_count"]
         world = max(counts) if isinstance(counts, list) else int(counts)
@@ -82,7 +85,9 @@ class _Folder:
             fault = f"{len(self._optim)} of {world} files *_optim_states.pt are there"
             raise _unfit(root, fault, fix="copy the files of all ranks")
         self._stage = int(self._states[0]["zero_stage"])
-        self._models = self._of_ranks("model") if self._stage == _PARTITIONED_PARAMS else self._whole_model()
+        self._models = (
+            self._of_ranks("model") if self._stage == _PARTITIONED_PARAMS else self._whole_model()
+        )
         self._model = [self._load(path) for path in self._models]
 
     def _of_ranks(self, kind: str) -> list[Path]:
@@ -109,7 +114,11 @@ class _Folder:
     def read(self) -> Foreign:
         model = self._model[0]
         shapes = [dict(group) for group in model["param_shapes"]]
-        runs = self._runs_by_part(shapes) if self._stage == _PARTITIONED_PARAMS else self._runs_by_slice(shapes)
+        runs = (
+            self._runs_by_part(shapes)
+            if self._stage == _PARTITIONED_PARAMS
+            else self._runs_by_slice(shapes)
+        )
         flat = [shape for group in shapes for shape in group.items()]
         dtypes = {kind: one.dtype for group in self._flats(0) for kind, one in group.items()}
         weights: dict[str, Stored] = {}
@@ -134,7 +143,11 @@ class _Folder:
     def _flats(self, rank: int) -> list[dict[str, Stored]]:
         """Masters and moments of one rank, by group."""
         state = self._states[rank]
-        key = "fp32_flat_groups" if self._stage == _PARTITIONED_PARAMS else "single_partition_of_fp32_groups"
+        key = (
+            "fp32_flat_groups"
+            if self._stage == _PARTITIONED_PARAMS
+            else "single_partition_of_fp32_groups"
+        )
         moments = self._base(rank)["state"]
         found: list[dict[str, Stored]] = []
         for number, master in enumerate(state[key]):
@@ -161,7 +174,9 @@ class _Folder:
             raise _unfit(self._root, fault, fix="save it with elastic_checkpoint: false")
         return found
 
-    def _runs_by_slice(self, shapes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Run]]]:
+    def _runs_by_slice(
+        self, shapes: Sequence[Mapping[str, Any]]
+    ) -> dict[str, dict[str, list[Run]]]:
         """Stages 1 and 2: each rank says which run of its partition is whose."""
         runs: dict[str, dict[str, list[Run]]] = {name: {} for group in shapes for name in group}
         for rank, state in enumerate(self._states):
@@ -198,7 +213,11 @@ class _Folder:
         model, path = self._model[0], self._models[0]
         shared = dict(model.get("shared_params") or {})
         found: dict[str, Stored] = {}
-        frozen = dict(model.get("frozen_param_shapes") or {}) if self._stage == _PARTITIONED_PARAMS else {}
+        frozen = (
+            dict(model.get("frozen_param_shapes") or {})
+            if self._stage == _PARTITIONED_PARAMS
+            else {}
+        )
         for name, shape in frozen.items():
             runs: list[Run] = []
             for other, file in zip(self._model, self._models, strict=True):

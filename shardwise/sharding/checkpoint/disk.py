@@ -25,9 +25,10 @@ from torch import Tensor
 from shardwise.sharding.checkpoint.manifest import SUM_BYTES
 from shardwise.sharding.errors import CheckpointError
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 8 << 20
 """Of one write; two blocks are held."""
 
+_DIRECT: int = getattr(os, "O_DIRECT", 0)  # macOS has none
 _PAGE = 4096  # of memory, length and offset of a direct write; disks ask for 512 or 4096
 
 
@@ -120,7 +121,7 @@ class DiskFile:
         if self._direct:
             self._direct = False
             flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~_DIRECT)
 
 
 class _Blocks:
@@ -286,7 +287,7 @@ def _open(path: Path) -> tuple[int, bool]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         try:
-            return os.open(path, flags | os.O_DIRECT, 0o666), True
+            return os.open(path, flags | _DIRECT, 0o666), True
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise

@@ -135,6 +135,16 @@ def check_free(path: Path, *, overwrite: bool) -> None:
     Raises:
         CheckpointError: something is there that may not be replaced.
     """
+    if path.is_symlink():
+        raise CheckpointError(
+            "The path of a checkpoint is a symbolic link.",
+            where=str(path),
+            facts=f"it points to {os.readlink(path)}",
+            why="A save ends by renaming a directory, which would replace the link and not what "
+            "it points to.",
+            fix="save under a name of its own, and let the link point there afterwards",
+            path=str(path),
+        )
     try:
         names = sorted(os.listdir(path))
     except FileNotFoundError:

@@ -1,9 +1,9 @@
 """What a checkpoint of another system holds, in terms that any program can take.
 
 [Note: flat runs]
-Others store parameters as runs of flat buffers. A run of a row-major tensor is a few rectangles: the
-rest of a row, whole rows, the beginning of a row, and so on inwards. As chunks they are read like
-any others, by the ranks that hold them.
+Others store parameters as runs of flat buffers. A run of a row-major tensor is a few rectangles:
+the rest of a row, whole rows, the beginning of a row, and so on inwards. As chunks they are read
+like any others, by the ranks that hold them.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ class Foreign:
     step: int | None = None
     loss_scale: float | None = None
 
+    def only_weights(self) -> Foreign:
+        """Parameters and buffers."""
+        return Foreign(self.where, self.root, self.weights)
+
 
 class Run(NamedTuple):
     """Elements of a flat tensor that lie in a row in a file."""
@@ -76,9 +80,7 @@ def run_of(flat: Stored, start: int, numel: int) -> Run:
     return Run(chunk.file, chunk.start + start * flat.dtype.itemsize, numel)
 
 
-def from_runs(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, runs: Sequence[Run]
-) -> Stored:
+def from_runs(name: str, shape: tuple[int, ...], dtype: torch.dtype, runs: Sequence[Run]) -> Stored:
     """A tensor whose elements are those of several runs, one after the other.
 
     Args:

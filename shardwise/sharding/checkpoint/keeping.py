@@ -1,14 +1,11 @@
-"""The checkpoints of a run by name: which there are, which is the newest, which are kept."""
+"""The checkpoints of a run by name: which there are, and which are kept."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from shardwise.sharding.checkpoint.latest import latest
 from shardwise.sharding.checkpoint.manifest import MANIFEST
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -33,32 +30,6 @@ def step_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-class Found(NamedTuple):
-    """What a run can go on from.
-
-    Args:
-        path: of the newest complete checkpoint; None: there is none.
-        step: of it; -1 for none.
-        skipped: what was passed over, and why.
-    """
-
-    path: str | None
-    step: int
-    skipped: tuple[str, ...]
-
-
-def find(folder: Path) -> Found:
-    """The newest complete checkpoint of a run, and what is there besides; local.
-
-    Args:
-        folder: of the run; need not exist.
-    """
-    newest = latest(folder)
-    torn = tuple(f"{name}: its save was not completed" for name in _torn(folder))
-    path = None if newest.path is None else str(newest.path)
-    return Found(path, newest.step, newest.skipped + torn)
-
-
 def complete_steps(folder: Path) -> list[int]:
     """Steps of all complete checkpoints of a run, in order.
 
@@ -67,13 +38,6 @@ def complete_steps(folder: Path) -> list[int]:
     """
     steps = [(step_of(path.name), path) for path in folder.iterdir()]
     return sorted(s for s, path in steps if s is not None and (path / MANIFEST).exists())
-
-
-def _torn(folder: Path) -> list[str]:
-    """Names of saves that have begun and neither ended nor been removed."""
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    begun = [re.fullmatch(r"\.(.+)\.saving-[^-]+", name) for name in names]
-    return sorted({one[1] for one in begun if one and step_of(one[1]) is not None})
 
 
 def superseded(steps: Sequence[int], *, keep: int, keep_every: int | None = None) -> list[int]:

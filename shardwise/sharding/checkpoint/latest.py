@@ -35,7 +35,7 @@ def latest(directory: str | os.PathLike[str]) -> Latest:
         directory: that holds checkpoints; need not exist.
     """
     found: list[tuple[int, float, Path]] = []
-    skipped: list[str] = []
+    skipped = [f"{name}: this save was not completed" for name in _drafts(Path(directory))]
     for path in _candidates(Path(directory)):
         try:
             manifest = read_manifest(path)
@@ -95,12 +95,21 @@ def why_incomplete(path: str | os.PathLike[str]) -> str:
         return error.facts[0]
 
 
-def _candidates(directory: Path) -> list[Path]:
-    """Directories that are, or claim to be, checkpoints; set aside ones stand for their name."""
+def _names(directory: Path) -> list[str]:
     try:
-        names = os.listdir(directory)
+        return sorted(os.listdir(directory))
     except OSError:
         return []
+
+
+def _drafts(directory: Path) -> list[str]:
+    """What a job that has died, or still lives, has not made a checkpoint."""
+    return [name for name in _names(directory) if is_hidden(name) and ".saving-" in name]
+
+
+def _candidates(directory: Path) -> list[Path]:
+    """Directories that are, or claim to be, checkpoints; set aside ones stand for their name."""
+    names = _names(directory)
     visible = {name for name in names if not is_hidden(name)}
     # A crash between the two renames of an overwrite leaves no directory of that name.
     aside = {name[1:].rpartition(".old-")[0] for name in names if ".old-" in name}

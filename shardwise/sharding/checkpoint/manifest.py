@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -145,8 +145,9 @@ class Manifest:
 
 
 def _tensor(stored: Stored) -> dict[str, Any]:
-    record = asdict(stored)
-    return record | {"dtype": str(stored.dtype).removeprefix("torch.")}
+    # Thousands of chunks: `dataclasses.asdict` copies every tuple of each, ten times as slowly.
+    chunks = [vars(chunk) for chunk in stored.chunks]
+    return vars(stored) | {"dtype": str(stored.dtype).removeprefix("torch."), "chunks": chunks}
 
 
 def _stored(record: dict[str, Any]) -> Stored:

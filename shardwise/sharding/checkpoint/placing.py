@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -47,7 +47,6 @@ def place(records: Sequence[Record], ranks: int) -> tuple[Stored, ...]:
     """
     written = [0] * ranks
     ends = [0] * ranks
-    frame = _frames()
     tensors: list[Stored] = []
     for record in records:
         if record.derived:
@@ -58,7 +57,9 @@ def place(records: Sequence[Record], ranks: int) -> tuple[Stored, ...]:
             for box in cut(record.box(part), record.dtype, len(holders)):
                 rank = min(holders, key=lambda one: (written[one], one))
                 begin = -(-ends[rank] // ALIGN) * ALIGN
-                head, length = frame(box.sizes, record.dtype)
+                head = len(before(box.sizes, record.dtype))
+                tail = len(after(box.sizes, record.dtype, 0))
+                length = head + box.numel * record.dtype.itemsize + tail
                 entry, start = (begin, length), begin + head
                 chunk = Chunk(box.offsets, box.sizes, file_of(rank), entry, start, ())
                 ends[rank] = begin + length
@@ -151,20 +152,6 @@ def cut(box: Box, dtype: torch.dtype, holders: int = 1) -> Iterator[Box]:
 def _filled(record: Record) -> Sequence[int]:
     """Parts that have elements; of a tensor that has none, the first."""
     return [part for part in range(record.parts) if record.box(part).numel] or [0]
-
-
-def _frames() -> Callable[[tuple[int, ...], torch.dtype], tuple[int, int]]:
-    """Bytes before the elements, and of the whole entry; worked out once for each shape."""
-    known: dict[tuple[tuple[int, ...], torch.dtype], tuple[int, int]] = {}
-
-    def frame(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
-        if (sizes, dtype) not in known:
-            head = len(before(sizes, dtype))
-            nbytes = torch.Size(sizes).numel() * dtype.itemsize
-            known[sizes, dtype] = head, head + nbytes + len(after(sizes, dtype, 0))
-        return known[sizes, dtype]
-
-    return frame
 
 
 def _inside(values: Tensor, offsets: Sequence[int], box: Box) -> Tensor:

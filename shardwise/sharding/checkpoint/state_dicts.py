@@ -55,8 +55,8 @@ def read_torch_save(path: Path, order: Sequence[str] = ()) -> Foreign:
     slots: dict[str, dict[str, Stored]] = {}
     for name, kind, value in _slots_of(optim, order, path):
         if isinstance(value, Tensor):
-            value = place_of(value.detach(), f"{kind} of {name}", path, path.parent)
-            slots.setdefault(kind, {})[name] = value
+            place = place_of(value.detach(), f"{kind} of {name}", path, path.parent)
+            slots.setdefault(kind, {})[name] = place
     return _foreign(path, path.parent, weights, slots)
 
 
@@ -107,8 +107,16 @@ def _foreign(
 
 _METADATA_CLASSES: Mapping[str, frozenset[str]] = {
     "torch.distributed.checkpoint.metadata": frozenset(
-        "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex "
-        "TensorProperties StorageMeta _MEM_FORMAT_ENCODING".split()
+        {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        }
     ),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
     "torch.serialization": frozenset({"_get_layout"}),

@@ -82,7 +82,7 @@ def load_without_elements(
 
     Args:
         path: of the file.
-        stand_ins: what takes the place of a class, by its full name; see [Note: reading torch.save].
+        stand_ins: what takes the place of a class, by its full name; see the note above.
         window: first byte and bytes of the part that is such a file; None: all of it.
 
     Raises:
@@ -126,7 +126,7 @@ def place_of(tensor: Tensor, name: str, path: Path, root: Path, *, start: int = 
             name=name,
         )
     shape = tuple(tensor.shape)
-    first = start + offset_in_file(tensor) + tensor.storage_offset() * tensor.dtype.itemsize
+    first = start + offset_in_file(tensor) + int(tensor.storage_offset()) * tensor.dtype.itemsize
     nbytes = tensor.numel() * tensor.dtype.itemsize
     file = str(path.relative_to(root))
     chunk = Chunk((0,) * len(shape), shape, file, (first, nbytes), first, ())

@@ -159,6 +159,10 @@ def _written(
         return draft, write_file(draft.path / file_of(rank), saving.chunks, saving.device), None
     except Exception as error:
         return draft, (), error
+    except BaseException:
+        if draft is not None:
+            draft.leave(rank)
+        raise
 
 
 def write_file(

@@ -13,6 +13,7 @@ References:
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import struct
@@ -20,7 +21,7 @@ import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +31,7 @@ ALIGN = 64
 """Bytes; of the elements in the file, as `torch.save` aligns them for `mmap`."""
 
 _ROOT = "archive"
+_DATA = f"{_ROOT}/data/0"
 _LOCAL, _DESCRIPTOR, _CENTRAL, _END = b"PK\3\4", b"PK\7\x08", b"PK\1\2", b"PK\5\6"
 _FLAGS = 0x0808  # the sum follows in a descriptor; names are UTF-8
 _VERSION = 20  # the first that has descriptors
@@ -41,7 +43,7 @@ def before(sizes: Sequence[int], dtype: torch.dtype) -> bytes:
     >>> len(before((2, 3), torch.float32)) % ALIGN
     0
     """
-    return _small_members(sizes, dtype)[0] + _data_header(sizes, dtype)
+    return _frame(tuple(sizes), dtype).head
 
 
 def after(sizes: Sequence[int], dtype: torch.dtype, crc: int) -> bytes:
@@ -55,17 +57,31 @@ def after(sizes: Sequence[int], dtype: torch.dtype, crc: int) -> bytes:
     >>> len(after((2, 3), torch.float32, 0)) == len(after((2, 3), torch.float32, 12345))
     True
     """
-    nbytes = _nbytes(sizes, dtype)
-    small, directory = _small_members(sizes, dtype)
-    name = f"{_ROOT}/data/0"
-    directory += _central(name, crc, nbytes, len(small))
-    start = len(before(sizes, dtype)) + nbytes
+    frame = _frame(tuple(sizes), dtype)
+    nbytes = frame.nbytes
     descriptor = struct.pack("<4sIII", _DESCRIPTOR, crc, nbytes, nbytes)
-    count = 1 + len(_texts(sizes, dtype))
-    end = struct.pack(
-        "<4sHHHHIIH", _END, 0, 0, count, count, len(directory), start + len(descriptor), 0
-    )
+    directory = frame.directory + _central(_DATA, crc, nbytes, frame.data_at)
+    start = len(frame.head) + nbytes + len(descriptor)
+    end = struct.pack("<4sHHHHIIH", _END, 0, 0, frame.count, frame.count, len(directory), start, 0)
     return descriptor + directory + end
+
+
+class _Frame(NamedTuple):
+    """All of an entry that does not depend on the sum."""
+
+    head: bytes
+    directory: bytes  # of the members before the elements
+    data_at: int  # where the member of the elements begins
+    count: int
+    nbytes: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _frame(sizes: tuple[int, ...], dtype: torch.dtype) -> _Frame:
+    nbytes = _nbytes(sizes, dtype)
+    members, directory = _small_members(sizes, dtype)
+    head = members + _data_header(len(members), nbytes)
+    return _Frame(head, directory, len(members), 1 + len(_texts(sizes, dtype)), nbytes)
 
 
 def _nbytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
@@ -92,14 +108,13 @@ def _small_members(sizes: Sequence[int], dtype: torch.dtype) -> tuple[bytes, byt
     return members, directory
 
 
-def _data_header(sizes: Sequence[int], dtype: torch.dtype) -> bytes:
-    name, nbytes = f"{_ROOT}/data/0", _nbytes(sizes, dtype)
-    at = len(_small_members(sizes, dtype)[0]) + len(_local(name, 0, nbytes))
-    fill = -at % ALIGN
+def _data_header(at: int, nbytes: int) -> bytes:
+    """The header of the elements, long enough for them to be aligned."""
+    fill = -(at + len(_local(_DATA, 0, nbytes))) % ALIGN
     if 0 < fill < 4:  # an extra field has a header of four bytes
         fill += ALIGN
     extra = struct.pack("<2sH", b"FB", fill - 4) + b"Z" * (fill - 4) if fill else b""
-    return _local(name, 0, nbytes, extra=extra)
+    return _local(_DATA, 0, nbytes, extra=extra)
 
 
 def _local(name: str, crc: int, nbytes: int, *, flags: int = _FLAGS, extra: bytes = b"") -> bytes:
@@ -111,7 +126,7 @@ def _local(name: str, crc: int, nbytes: int, *, flags: int = _FLAGS, extra: byte
 
 
 def _central(name: str, crc: int, nbytes: int, at: int) -> bytes:
-    flags = _FLAGS if name.endswith("/data/0") else _FLAGS & ~8
+    flags = _FLAGS if name == _DATA else _FLAGS & ~8
     head = struct.pack(
         "<4sHHHHHHIIIHHHHHII",
         *(_CENTRAL, _VERSION, _VERSION, flags, 0, 0, 0, crc, nbytes, nbytes, len(name)),

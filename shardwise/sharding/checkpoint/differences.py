@@ -1,4 +1,4 @@
-"""Whole tensors of a checkpoint, in pieces of bounded size; compared, or written as plain files.
+"""Two checkpoints compared, in pieces of bounded size.
 
 What is held at any time is one piece of one tensor, `PIECE_BYTES`, and the reader's own buffer.
 """
@@ -49,34 +49,8 @@ def boxes(stored: Stored) -> Iterator[Box]:
         yield from cut(whole, stored.dtype, -(-stored.nbytes // PIECE_BYTES))
 
 
-def pieces(reader: Reader, stored: Stored, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The elements of a tensor in row-major order, cast.
-
-    Args:
-        reader: of its directory.
-        stored: the tensor.
-        dtype: to cast to.
-
-    Raises:
-        CheckpointError: a file cannot be read, or is not what its checksums say.
-    """
-    for box in boxes(stored):
-        yield read_box(reader, stored, box, dtype)
-
-
-def read_box(reader: Reader, stored: Stored, box: Box, dtype: torch.dtype) -> Tensor:
-    """One rectangle of a tensor, cast.
-
-    Args:
-        reader: of its directory.
-        stored: the tensor.
-        box: the rectangle.
-        dtype: to cast to.
-
-    Raises:
-        CheckpointError: a file cannot be read, or is not what its checksums say.
-    """
-    target = torch.empty(box.sizes, dtype=dtype)
+def _read(reader: Reader, stored: Stored, box: Box) -> Tensor:
+    target = torch.empty(box.sizes, dtype=stored.dtype)
     reader.fill([Job(stored, box, target)])
     return target
 
@@ -131,10 +105,10 @@ def _compare(left: Reader, one: Stored, right: Reader, other: Stored) -> Differe
         "" if one.dtype == other.dtype else f"dtypes {short(one.dtype)} and {short(other.dtype)}"
     )
     wide = torch.complex128 if one.dtype.is_complex or other.dtype.is_complex else torch.float64
-    differ, largest = 0, 0.0
+    total, differ, largest = torch.Size(one.shape).numel(), 0, 0.0
     for box in boxes(one):
-        x = read_box(left, one, box, one.dtype)
-        y = read_box(right, other, box, other.dtype)
+        x = _read(left, one, box)
+        y = _read(right, other, box)
         mask = _unequal(x, y, wide)
         count = int(mask.sum())
         if count:
@@ -143,7 +117,7 @@ def _compare(left: Reader, one: Stored, right: Reader, other: Stored) -> Differe
             largest = gap if math.isnan(gap) or gap > largest else largest
             differ += count
     if differ:
-        words = "; ".join(filter(None, [words, f"{differ:,} elements"]))
+        words = "; ".join(filter(None, [words, f"{differ:,} of {total:,} elements"]))
     return Difference(one.name, words, differ, largest)
 
 
