@@ -59,6 +59,7 @@ def write(
         "Collectives": _collectives(saved.counts),
         "Memory of a restore": _memory(loads),
         "From plan to plan in memory": _moves(moved),
+        "Rates": "![rates of saves and cold loads](checkpoints.png)",
     }
     put(page, ABOUT, written)
     return "\n\n".join(written.values())

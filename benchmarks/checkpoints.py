@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import mmap
 import os
 import shutil
@@ -381,6 +382,10 @@ def main() -> None:
     finally:
         shutil.rmtree(root, ignore_errors=True)
     print(write(options.page, saved, loads, moves(), options.rounds))
+    if importlib.util.find_spec("matplotlib"):
+        from benchmarks.checkpoint_plot import plot  # noqa: PLC0415 - of the extra `bench`
+
+        plot(options.page.parent, saved, loads)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from shardwise.sharding.checkpoint.folders import is_hidden, resolve
 from shardwise.sharding.checkpoint.foreign import Foreign
 from shardwise.sharding.checkpoint.latest import latest, read_manifest, why_incomplete
 from shardwise.sharding.checkpoint.manifest import MANIFEST, Manifest
-from shardwise.sharding.checkpoint.safetensors_format import INDEX, SINGLE, read_tensors
+from shardwise.sharding.checkpoint.safetensors_format import INDEX, SINGLE
 from shardwise.sharding.checkpoint.state_dicts import read_dcp, read_torch_save
 from shardwise.sharding.checkpoint.verify import verify as verified
 from shardwise.sharding.describe import format_bytes
@@ -29,6 +29,7 @@ from shardwise.sharding.errors import CheckpointError, ShardwiseError, summarise
 from shardwise.sharding.plan import Plan
 from shardwise.transforms.adopting import foreign_weights, to_checkpoint
 from shardwise.transforms.converting import Weights, to_safetensors, to_torch, weights_of
+from shardwise.transforms.importing import read_safetensors
 
 checkpoint = typer.Typer(no_args_is_help=True, help="Look at checkpoints, and convert them.")
 
@@ -180,8 +181,7 @@ def _opened(kind: Kind, source: Path, tag: str) -> tuple[Weights, Foreign | None
     elif kind is Kind.TORCH:
         foreign = read_torch_save(path)
     else:
-        root = path if path.is_dir() else path.parent
-        foreign = Foreign(str(path), root, {one.name: one for one in read_tensors(path)})
+        foreign = read_safetensors(path)
     return foreign_weights(foreign), foreign
 
 

@@ -77,6 +77,6 @@ class Outcome(NamedTuple):
     largest_difference: float | None
     weights: str
     sample: str
-    losses: tuple[float, ...]
-    first_step: int
-    recovery_seconds: float | None
+    losses: tuple[float, ...] = ()
+    first_step: int = 0
+    recovery_seconds: float | None = None

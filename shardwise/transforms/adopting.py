@@ -76,7 +76,12 @@ def to_checkpoint(foreign: Foreign, target: Path, template: Path) -> Adopted:
     buffers = [one.name for one in manifest.tensors if one.name.startswith(f"{BUFFERS}/")]
     with folder_beside(target) as folder:
         records = _records(folder / "elements", manifest)
-        translated = translate(foreign, records, aliases=aliases, transient={name.partition("/")[2] for name in buffers})
+        translated = translate(
+            foreign,
+            records,
+            aliases=aliases,
+            transient={name.partition("/")[2] for name in buffers},
+        )
         matched = match_state(
             translated.records,
             {},

@@ -179,10 +179,13 @@ class Writing:
     Args:
         path: of the checkpoint, once it is complete.
         stall_seconds: how long training has waited for it, and for the save before it.
+        copy_bytes: host memory that this rank holds for copies: the elements that it writes, at
+            multiples of 64 bytes; none in a simulation.
     """
 
     path: str
     stall_seconds: float
+    copy_bytes: int
     _thread: Beside | None = field(default=None, repr=False)
 
     @property

@@ -108,6 +108,7 @@ class Checkpointer:
         self._async = async_
         self._agree_every = agree_every
         self._request = StopRequest(stop_on)
+        self._is_first = False
         self._backgrounds = list[Background]()
         self._peers: dict[int, PeerCopies] = {}
         on_each(program, "Checkpointer", self._take, peer_dir)
@@ -161,7 +162,7 @@ class Checkpointer:
             self.extra = _first(state).extra
         self.step = step_count(state)
         self.skipped = origins.skipped
-        if self.skipped and self._program.is_first:
+        if self.skipped and self._is_first:
             warnings.warn(
                 f"The run goes on from step {self.step} ({self.resumed_from or 'a fresh state'}); "
                 f"passed over: {'; '.join(self.skipped)}.",
@@ -228,6 +229,7 @@ class Checkpointer:
     def _take(self, rank: RankProgram, peer_dir: Any) -> None:
         """Know a rank of this process; all simulated ones are."""
         self._backgrounds.append(rank.background)
+        self._is_first |= rank.mover.rank == 0
         if peer_dir is not None:
             number, ranks = rank.mover.rank, rank.mover.mesh.size
             self._peers[number] = PeerCopies(Path(peer_dir), self.folder, number, ranks)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +45,9 @@ class Files:
     def __init__(self, path: Path, max_file_bytes: int, config: Any, *, overwrite: bool) -> None:
         self.config = config
         self._path = path
-        self._draft = path.with_name(f".{path.name}.exporting-{os.getpid()}")
+        host = socket.gethostname()
+        self._drafts = f".{path.name}.exporting-{host}-"
+        self._draft = path.with_name(f"{self._drafts}{os.getpid()}")
         self._max = max_file_bytes
         self._overwrite = overwrite
         self._groups: list[list[Item]] = []
@@ -63,8 +67,8 @@ class Files:
             if not self._overwrite and self._path.exists():
                 raise _exists(self._path)
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            for left in self._path.parent.glob(f".{self._path.name}.exporting-*"):
-                if not _lives(left):
+            for left in self._path.parent.glob(f"{glob.escape(self._drafts)}*"):
+                if left == self._draft or not _lives(left):
                     shutil.rmtree(left, ignore_errors=True)
             self._draft.mkdir()
         except OSError as error:
@@ -153,7 +157,7 @@ def _groups(items: Sequence[Item], limit: int) -> list[list[Item]]:
 
 
 def _lives(draft: Path) -> bool:
-    """Whether the process that writes there may still run on this machine."""
+    """Whether the process of this machine that writes there may still run."""
     try:
         os.kill(int(draft.name.rpartition("-")[2]), 0)
     except (ValueError, ProcessLookupError):

@@ -92,7 +92,7 @@ class PeerCopies:
         fault = self._exchange(manifest, shift_between([one.node for one in told]), transport)
         if fault is None:
             fault = self._complete(saving.step, manifest)
-        _check_all(fault, transport.gather_objects(_text(fault)), saving.step, str(self.root))
+        check_all(fault, transport.gather_objects(_text(fault)), saving.step, str(self.root))
         self._store.keep_only(saving.step)
         self._remove_strange([rank for rank, one in enumerate(told) if one.node == self._node])
 
@@ -187,10 +187,10 @@ class PeerCopies:
             lay_out(place, spread, text, self.rank, manifest.files)
         except OSError as error:
             fault = disk_error(error, place, "create", 0)
-        _check_all(fault, transport.gather_objects(_text(fault)), spread.step, str(self.root))
+        check_all(fault, transport.gather_objects(_text(fault)), spread.step, str(self.root))
         rounds = slices(spread, manifest, records, self._ranks)
         fault = move(place, rounds, rank=self.rank, ranks=self._ranks, transport=transport)
-        _check_all(fault, transport.gather_objects(_text(fault)), spread.step, str(self.root))
+        check_all(fault, transport.gather_objects(_text(fault)), spread.step, str(self.root))
         return place
 
     def release(self) -> None:
@@ -216,7 +216,7 @@ def _text(fault: Exception | None) -> str:
 
 
 def _check_told(fault: Exception | None, told: Sequence[_Written]) -> None:
-    _check_all(fault, [one.fault for one in told], told[0].step, told[0].node)
+    check_all(fault, [one.fault for one in told], told[0].step, told[0].node)
     other = next((r for r, one in enumerate(told) if one[1:3] != told[0][1:3]), None)
     if other is not None:
         raise CheckpointError(
@@ -229,7 +229,18 @@ def _check_told(fault: Exception | None, told: Sequence[_Written]) -> None:
         )
 
 
-def _check_all(fault: Exception | None, told: Sequence[str], step: int, where: str) -> None:
+def check_all(fault: Exception | None, told: Sequence[str], step: int, where: str) -> None:
+    """Raise on every rank if one of them could not do its part.
+
+    Args:
+        fault: what this rank could not do.
+        told: the same of all ranks in words, in rank order.
+        step: of the state.
+        where: the stores.
+
+    Raises:
+        CheckpointError: some rank could not.
+    """
     failed = [rank for rank, text in enumerate(told) if text]
     if not failed:
         return

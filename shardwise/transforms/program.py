@@ -54,11 +54,6 @@ class Program:
         return self._ranks[0].lowering
 
     @property
-    def is_first(self) -> bool:
-        """Whether this process is rank 0 of the job, or simulates it."""
-        return self._ranks[0].mover.rank == 0
-
-    @property
     def last_collectives(self) -> tuple[Collective, ...]:
         """What the last call ran on this rank (rank 0 of a simulation), as recorded."""
         return tuple(self._ranks[0].mover.executed)
@@ -211,10 +206,10 @@ class Program:
         """Write a state to a directory while training goes on; complete when `wait` returns.
 
         Returns when this rank has copied what it writes to host memory, which is kept for later
-        saves: as many bytes as its file has. Steps taken meanwhile do not change what is written.
-        One save is in flight at a time: another one, or a restore, waits for it first, and raises
-        what it has raised. The process ends when its save has ended. The first call makes a group
-        for the thread, of all ranks; later ones have no collective but the votes of that thread.
+        saves; steps taken meanwhile do not change what is written. One save is in flight at a time:
+        another one, or a restore, waits for it first, and raises what it has raised. The process
+        ends when its save has ended. The first call makes a group of all ranks for the thread;
+        later ones have no collective but the votes of that thread.
 
         Args:
             path: as for `save`.
@@ -236,7 +231,8 @@ class Program:
             return _call(rank, "save_async", state, save)
 
         thread = _same(self._each(run, state))
-        return Writing(str(absolute(path)), time.perf_counter() - start, thread)
+        held = self._ranks[0].background.copy_bytes
+        return Writing(str(absolute(path)), time.perf_counter() - start, held, thread)
 
     @strict_keywords
     def restore(self, path: Any, *, partial: Sequence[str] | str = (), cast: bool = False) -> State:

@@ -233,8 +233,15 @@ class RankProgram:
         )
         return Grads(self.home, landed, used, buffers, fault, count), metrics
 
-    def update(self, state: State, grads: Grads) -> tuple[State, dict[Norm, Tensor], str]:
+    def update(
+        self, state: State, grads: Grads, *, reuse_grads: bool = False
+    ) -> tuple[State, dict[Norm, Tensor], str]:
         """One optimizer step in place, unless some gradient is not finite.
+
+        Args:
+            state: written to.
+            grads: from `grads`.
+            reuse_grads: let the update write to them.
 
         Returns:
             The new state, the norms that were needed, and why the step was skipped.
@@ -255,7 +262,9 @@ class RankProgram:
             return replace(state, scaling=scaling, life=Life()), {}, fault
         self.mover.expect(self.lowering.update_items)
         try:
-            opt_flats, norms = run_update(self.mover, self.lowering, state, grads)
+            opt_flats, norms = run_update(
+                self.mover, self.lowering, state, grads, reuse_grads=reuse_grads
+            )
             self.mover.end()
         except BaseException:
             # Some buckets may hold new values and some old ones.
@@ -275,7 +284,7 @@ class RankProgram:
         """`update` of `grads`."""
         grads, metrics = self.grads(state, batch)
         ran = self.mover.executed
-        state, norms, _ = self.update(state, grads)
+        state, norms, _ = self.update(state, grads, reuse_grads=True)
         self.mover.executed = [*ran, *self.mover.executed]
         groups = group_norms(norms)
         return state, replace(metrics, grad_norm=whole_norm(norms), group_norms=groups)

@@ -9,6 +9,7 @@ taken from the rank's own masters where it has them, and counts where it has not
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,7 @@ from shardwise.transforms.filling import blank_state
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.make_home import home_without_job, make_home
 from shardwise.transforms.order import registration_order
+from shardwise.transforms.settle import Failure, raise_together
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,8 +221,7 @@ def _reshard(
     mover = Mover(mesh, state.home.rank, origin.transport)
 
     def run() -> State:
-        if report is not None:
-            report(resharding(state, lowering))
+        _agree(state, lowering, origin.transport, report)
         device_mesh = _device_mesh(state.home, lowering.plan, origin)
         home = replace(
             make_home(lowering, state.home.rank, device_mesh),
@@ -235,6 +236,35 @@ def _reshard(
     if mesh.size != state.home.mesh.size:
         FromState(state).into(lowering)  # says so
     return watched(mover, "reshard", int(state.count), run)
+
+
+def _agree(
+    state: State,
+    lowering: Lowering,
+    transport: Transport,
+    report: Callable[[Resharding], Any] | None,
+) -> None:
+    """Tell the user what will move, on ranks that want to know; fail on all ranks or on none."""
+    failure = Failure()
+    try:
+        if report is not None:
+            report(resharding(state, lowering))
+    except Exception as error:
+        failure = Failure(error)
+    layouts = [(b.name, b.params, b.opt, b.has_master) for b in lowering.all_buckets]
+    digest = hashlib.sha256(repr((lowering.plan.mesh, layouts)).encode()).hexdigest()[:12]
+    told = transport.gather_objects((str(failure), f"{lowering.plan!r} with layouts {digest}"))
+    raise_together([text for text, _ in told], failure, "reshard")
+    plans = [plan for _, plan in told]
+    if len(set(plans)) > 1:
+        raise PlanError(
+            "Ranks reshard to different plans.",
+            where="reshard(state, plan_a, plan_b)",
+            facts=[f"rank {rank}: {plan}" for rank, plan in enumerate(plans)],
+            why="What a rank sends follows from where all others want it.",
+            fix="pass the same plan_b on every rank",
+            plans=len(set(plans)),
+        )
 
 
 def _device_mesh(home: Home, plan: Plan, origin: Origin) -> DeviceMesh:

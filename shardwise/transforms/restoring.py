@@ -223,7 +223,7 @@ def _match(source: FromCheckpoint, manifest: Manifest, lowering: Lowering, home:
         records,
         values_of(form),
         manifest,
-        program=_known(plan),
+        program=replace(_known(plan), transient=home.transient),
         saved=Known(None) if saved is None else _known(saved),
         partial=source.partial,
         cast=source.cast,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.sharding.checkpoint.latest import why_incomplete
+from shardwise.sharding.checkpoint.latest import read_manifest, why_incomplete
 from shardwise.sharding.errors import CheckpointError
 from tests.checkpoints.runs import bits, lowered, train
 from tests.checkpoints.slow import local, place, slow_disk
@@ -129,6 +129,32 @@ def test_later_saves_have_no_collective_but_their_votes(tmp_path: Path) -> None:
         assert report["save 0"] == ["new_group", *["all_gather_object"] * 3]
         assert report["save 1"] == report["save 2"] == ["all_gather_object"] * 2
         assert report["apart"]
+
+
+def holds(folder: str) -> tuple[int, int, int]:
+    """Bytes of copies after a small state, a second save, and what the file of this rank says."""
+    program, state = make()
+    first = program.save_async(place(folder, "one"), state)
+    first.wait()
+    again = program.save_async(place(folder, "two"), state)
+    again.wait()
+    own = f"__{os.environ['RANK']}_0.distcp"
+    nbytes = sum(
+        -(-c.box.numel * one.dtype.itemsize // 64) * 64
+        for one in read_manifest(again.path).tensors
+        for c in one.chunks
+        if c.file == own
+    )
+    return first.copy_bytes, again.copy_bytes, nbytes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_holds_what_this_rank_writes_and_no_more(ranks: int, tmp_path: Path) -> None:
+    reports = sw.spawn(holds, ranks, args=(str(tmp_path),), timeout=60)
+    for first, again, predicted in reports:
+        assert first == again == predicted
+    size = sum(path.stat().st_size for path in (tmp_path / f"two-on-{ranks}").glob("__*"))
+    assert sum(again for _, again, _ in reports) < size
 
 
 def test_in_a_simulation_it_has_ended_on_return(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -248,6 +250,22 @@ def test_a_damaged_checkpoint_is_not_converted(copy: Path, tmp_path: Path) -> No
         said = output("convert", copy / "other", tmp_path / "out", "--to", kind, code=1)
         assert "params/3.weight cannot be read: the checksum" in said
     assert [entry.name for entry in tmp_path.iterdir()] == ["copy"]
+
+
+def test_a_full_disk_is_a_message_and_leaves_nothing(saved: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk."""
+    run = "from shardwise.cli import app; app()"
+    args = ["checkpoint", "convert", str(saved / "other"), str(tmp_path / "out"), "--to", "torch"]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 1; exec "$@"', "bash", sys.executable, "-Bc", run, *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "failed with EFBIG" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

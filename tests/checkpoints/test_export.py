@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,21 @@ def test_refusals(tmp_path: Path) -> None:
         sw.export_safetensors(state, tmp_path / "there", overwrite=True, config={"a": 1})
     assert json.loads((tmp_path / "there" / "config.json").read_text()) == {"a": 1}
     assert sorted(os.listdir(tmp_path)) == ["file", "there"]
+
+
+def test_leftovers_of_dead_exports(tmp_path: Path) -> None:
+    """What a killed process has left goes; what one that lives is writing stays."""
+    host = socket.gethostname()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for name in (f"{host}-{dead.pid}", f"{host}-{os.getppid()}", f"other-{dead.pid}"):
+        (tmp_path / f".out.exporting-{name}").mkdir()
+    model = Tied()
+    with sw.simulate(PLANS["zero3"][0]):
+        sw.export_safetensors(bound(model).init(sw.from_module(model)), tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == sorted(
+        [f".out.exporting-{host}-{os.getppid()}", f".out.exporting-other-{dead.pid}", "out"]
+    )
 
 
 def test_ranks_that_export_different_things(tmp_path: Path) -> None:

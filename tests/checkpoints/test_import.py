@@ -242,6 +242,9 @@ def test_damaged_safetensors(tmp_path: Path) -> None:
         read_tensors(tmp_path)
     index.write_text(json.dumps({"weight_map": {}, "metadata": {}}))
     assert read_tensors(tmp_path) == ()
+    index.write_text(json.dumps({"weight_map": {"w": "gone.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"gone.safetensors(.*\n)*.*No such file"):
+        read_tensors(tmp_path)
     with pytest.raises(CheckpointError, match=r"can be told apart(.*\n)*.*found none"):
         read_tensors(tmp_path.parent)
 

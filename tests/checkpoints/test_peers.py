@@ -204,6 +204,39 @@ def test_a_node_without_room_fails_the_copy_on_all_ranks_and_not_the_save(
     assert not list(cluster.root.glob("a/*/rank-0/step-*"))
 
 
+def test_a_rank_that_has_no_copy_is_named_with_its_cause() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        peers.check_all(None, ["", "write of 8 bytes failed with ENOSPC"], 7, "/dev/shm/a")
+    assert str(caught.value).splitlines() == [
+        "Rank 1 of 2 has no peer copy of step 7, so no rank has.",
+        "  /dev/shm/a",
+        "  write of 8 bytes failed with ENOSPC",
+        "  Copies of all ranks make one checkpoint. Earlier copies and the disk are unchanged.",
+        "  Fix: give the memory file system room for four times a rank's part of a state, or leave "
+        "out peer_dir=",
+    ]
+    assert (caught.value.numbers["rank"], caught.value.numbers["step"]) == (1, 7)
+
+
+def test_ranks_that_copy_other_steps_are_told(cluster: Cluster) -> None:
+    mesh = sw.Mesh(fsdp=2)
+    with sw.simulate(mesh):
+        program = lowered(mesh).bind()
+        early = program.init(0)
+        late = train(program, program.init(0), range(2))
+        mixed = sw.Lifted([early.ranks[0], late.ranks[1]])
+        checkpointer = sw.Checkpointer(
+            program, cluster.root / "disk", every=9, peer_dir=cluster.dirs("ab"), peer_every=1
+        )
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.after_step(mixed)
+    text = str(caught.value)
+    assert "Ranks do not copy the same state." in text
+    assert "rank 0: step 0, layout" in text
+    assert "rank 1: step 2, layout" in text
+    assert "Fix: call after_step with the state of the same step on every rank" in text
+
+
 def test_bytes_move_in_bounded_rounds(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what a rank reads and its node lacks; the same bits in many small rounds."""
     monkeypatch.setattr(gathering, "ROUND_BYTES", 200)

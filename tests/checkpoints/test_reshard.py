@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.sharding import relocate
-from shardwise.sharding.errors import PlanError, StateError
-from shardwise.transforms.resharding import resharding
+from shardwise.sharding.errors import PlanError, RankError, StateError
+from shardwise.transforms.resharding import _reshard, relower, resharding
 from tests.transforms.carried import FIRST, PLANS, assert_bits, batch, loss_fn, model, square, whole
 
 pytestmark = pytest.mark.simulated
@@ -140,6 +140,33 @@ def test_another_plan_and_a_copied_state_are_refused() -> None:
     with pytest.raises(StateError, match="does not know the program") as told:
         sw.reshard(first, plan, other)
     assert "from_state" in told.value.fix
+
+
+def test_a_failure_or_another_plan_on_one_rank_is_told_on_all() -> None:
+    module = Deep()
+    plan, other, third = (LEVELS[name](module) for name in ("zero 3", "ddp", "zero 1"))
+
+    def fail(report: Any) -> None:
+        if report.rank == 2:
+            raise ValueError("no paper")
+
+    with sw.simulate(plan.mesh) as world:
+        state = sw.lower(plan, square, sw.optim.sgd(0.1)).bind().init(0)
+        with pytest.raises(RankError, match=r"Rank 2 failed in reshard(.*\n)*.*no paper"):
+            sw.reshard(state, plan, other, report=fail)
+
+        def differ(rank: int) -> str:
+            one = state.ranks[rank]
+            lowered = relower(one.home.origin.lowering, third if rank == 1 else other)
+            with pytest.raises(PlanError, match="Ranks reshard to different plans") as caught:
+                _reshard(one, plan, lowered, None)
+            return str(caught.value)
+
+        texts = world.run(differ)
+    assert len(set(texts)) == 1
+    assert "rank 1: Plan" in texts[0]
+    assert "pass the same plan_b" in texts[0]
+    sw.reshard(state, plan, other)  # it is unchanged, and usable
 
 
 def test_a_copy_of_a_state_knows_its_job_and_a_pickle_does_not() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +210,7 @@ def test_a_crash_between_two_renames_leaves_the_old_one_to_be_found(tmp_path: Pa
         assert resolve(tmp_path / "one") == tmp_path / ".one.old-dead.1"
         found = latest(tmp_path)
         assert (found.step, found.path) == (1, tmp_path / ".one.old-dead.1")
+        assert program.restore(tmp_path / "one").step.ranks[0] == 1
         program.save(tmp_path / "one", state)
     assert os.listdir(tmp_path) == ["one"]
     assert resolve(tmp_path / "one") == tmp_path / "one"
@@ -254,6 +258,52 @@ def test_a_link_is_not_saved_over(tmp_path: Path) -> None:
     assert "Fix: save under a name of its own" in str(caught.value)
     assert verify(tmp_path / "one").faults == ()
     assert sorted(os.listdir(tmp_path)) == ["link", "one"]
+
+
+# -- disks that are full, and that nobody may write ---------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 200 KiB, where this user may mount one."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(tmp_path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_disk_that_is_full(small_disk: Path) -> None:
+    """CKP-8: the older checkpoint stays, nothing else does, and the next save works."""
+    with sw.simulate(PLANS["zero3"][0]):
+        program, state = trained()
+        program.save(small_disk / "old", state)
+        (small_disk / "others").write_bytes(bytes(shutil.disk_usage(small_disk).free - 20_000))
+        with pytest.raises(
+            CheckpointError, match=r"write of \d+ bytes failed with ENOSPC"
+        ) as caught:
+            program.save(small_disk / "new", state)
+        assert "No space left on device" in str(caught.value)
+        assert str(small_disk / ".new.saving-") in str(caught.value)
+        assert "free space, or save elsewhere; then save again" in str(caught.value)
+        assert caught.value.numbers["cause"] == "ENOSPC"
+        assert sorted(os.listdir(small_disk)) == ["old", "others"]
+        assert latest(small_disk).path == small_disk / "old"
+        assert verify(small_disk / "old").faults == ()
+        (small_disk / "others").unlink()
+        program.save(small_disk / "new", state)
+    assert verify(small_disk / "new").faults == ()
+
+
+def test_a_file_system_that_is_read_only(small_disk: Path) -> None:
+    with sw.simulate(PLANS["zero3"][0]):
+        program, state = trained()
+        program.save(small_disk / "old", state)
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+        with pytest.raises(CheckpointError, match="create of 0 bytes failed with EROFS") as caught:
+            program.save(small_disk / "new", state)
+        assert "save to a file system that is not mounted read-only" in str(caught.value)
+        assert program.restore(small_disk / "old").step.ranks[0] == 1
 
 
 # -- what is wrong with a save ------------------------------------------------------------------

@@ -150,6 +150,32 @@ def test_dcp_of_the_same_job_reads_what_two_ranks_wrote(
     assert read_manifest(directory / "good").step == 2
 
 
+# -- memory -------------------------------------------------------------------------------------
+
+
+def peak_of_a_save(directory: Path) -> tuple[int, int]:
+    """Bytes of the state, and how far resident memory rises above it while it is saved."""
+    plan = sw.plan(nn.Linear(4096, 6000), sw.Mesh(fsdp=1), sw.zero(3, "fsdp"))
+    program = sw.lower(plan, loss_fn, sw.optim.adamw(0.01)).bind()
+    state = program.init(0)
+    program.save(directory / "first", state)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS")
+    program.save(directory / "second", state)
+    return state.nbytes, status("VmHWM") - before
+
+
+def status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def test_a_save_holds_its_two_blocks_and_no_copy_of_the_state(tmp_path: Path) -> None:
+    [(state, peak)] = sw.spawn(peak_of_a_save, ranks=1, args=(tmp_path,), timeout=60)
+    assert state > 280 << 20
+    assert peak <= 20 << 20, peak
+
+
 # -- ranks that are not there -------------------------------------------------------------------
 
 

@@ -250,3 +250,86 @@ def test_python_values_of_an_optimizer_are_restored_or_refused(tmp_path: Path) -
             CheckpointError, match=r"unexpected in the checkpoint: 3(.*\n)*.*opt/calls"
         ):
             program(Layers(), optimizer=sw.optim.sgd(0.1)).restore(tmp_path / "saved")
+
+
+def test_fewer_groups_than_were_saved_are_told(tmp_path: Path) -> None:
+    def grouped(*labels: str) -> Any:
+        parts = {label: sw.optim.adamw(1e-2) for label in labels}
+        return sw.optim.partition(parts, {"head": "head"}, otherwise=labels[-1])
+
+    with sw.simulate(MESH):
+        made = program(Layers(), optimizer=grouped("head", "rest"))
+        made.save(tmp_path / "saved", made.init(0))
+        with pytest.raises(CheckpointError) as caught:
+            program(Layers(), optimizer=grouped("head")).restore(tmp_path / "saved")
+        lost = caught.value.numbers["unexpected"]
+        assert any("rest" in name and name.endswith("layers.0.weight") for name in lost)
+        missing = caught.value.numbers["missing"]
+        assert any("head" in name and name.endswith("layers.0.weight") for name in missing)
+
+
+class Pair(nn.Module):
+    """Two layers that are one unit or two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def test_counts_that_differ_cannot_become_the_count_of_one_group(tmp_path: Path) -> None:
+    """One layer begins to train later; then both are to be stepped as one group."""
+    adam = sw.optim.from_torch(torch.optim.Adam, lr=1e-2)
+    module = nn.Sequential(Pair(), nn.Linear(4, 2))
+
+    def made(*moves: sw.Transform, units: list[str] | None = None) -> sw.Program:
+        plan = sw.plan(module, MESH, sw.zero(3, "fsdp"), *moves, units=units)
+        return sw.lower(plan, square, adam).bind()
+
+    def steps(state: Any) -> list[float]:
+        told = sw.to_global(state.opt.steps)
+        return [float(told[f"{path}.weight"]) for path in ("0.a", "0.b", "1")]
+
+    with sw.simulate(MESH):
+        first, apart, one = made(sw.freeze("0.a")), made(units=["0.a", "0.b"]), made()
+        state, _ = first.step(first.init(0), first.shard_batch(X))
+        first.save(tmp_path / "1", state)
+        state = apart.restore(tmp_path / "1")
+        assert steps(state) == [0, 1, 1]
+        state, _ = apart.step(state, apart.shard_batch(X))
+        apart.save(tmp_path / "2", state)
+        assert steps(apart.restore(tmp_path / "2")) == [1, 2, 2]
+        with pytest.raises(CheckpointError, match="2 tensors are stored in copies") as caught:
+            one.restore(tmp_path / "2")
+        assert "and 3 more: one number of ['1.0', '2.0']" in str(caught.value)
+        # Where they agree one number stands for all.
+        assert steps(one.restore(tmp_path / "1")) == [1, 1, 1]
+
+
+class Positions(nn.Module):
+    """A table that follows from the model, and is not saved by it."""
+
+    def __init__(self, length: int, *, persistent: bool = False) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+        table = torch.arange(float(length))
+        self.register_buffer("table", table, persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x) + self.table[1]
+
+
+def test_a_table_that_modules_do_not_save_may_be_longer(tmp_path: Path) -> None:
+    with sw.simulate(MESH):
+        made = program(Positions(3))
+        state, _ = made.step(made.init(0), made.shard_batch(X))
+        made.save(tmp_path / "saved", state)
+        with pytest.warns(UserWarning, match=r"1 are missing and keep(.*\n)*.*buffers/table"):
+            there = program(Positions(5)).restore(tmp_path / "saved")
+        assert sw.to_global(there.buffers)["table"].tolist() == [0, 1, 2, 3, 4]
+        want = sw.to_global(state.params)
+        assert all(torch.equal(v, want[p]) for p, v in sw.to_global(there.params).items())
+        with pytest.raises(CheckpointError, match=r"buffers/table: \(3,\) saved, \(5,\) here"):
+            program(Positions(5, persistent=True)).restore(tmp_path / "saved")

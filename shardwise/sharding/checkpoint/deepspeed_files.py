@@ -183,7 +183,9 @@ class _Folder:
             slices = state.get("param_slice_mappings")
             if slices is None:
                 fault = f"{self._optim[rank].name} has no param_slice_mappings"
-                raise _unfit(self._root, fault, fix="save it with DeepSpeed 0.8 or later")
+                raise _unfit(
+                    self._root, fault, fix="load it with a newer DeepSpeed, and save it with that"
+                )
             for group, flats in zip(slices, self._flats(rank), strict=True):
                 for name, address in group.items():
                     for kind, flat in flats.items():

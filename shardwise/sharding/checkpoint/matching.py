@@ -2,12 +2,14 @@
 
 [Note: what fits]
 Tensors are matched by name. The program needs all of its names and the checkpoint must have no
-others, with the same shapes, and dtypes that hold the stored values exactly. Three differences are
-no faults, since the two plans explain them. A parameter that only the program trains has fresh
+others, with the same shapes, and dtypes that hold the stored values exactly. Four differences are
+no faults, as the two programs explain them. A parameter that only the program trains has fresh
 optimizer state; so has a transform all of whose parameters are such, its count included. What only
-the saved program trained leaves its optimizer state behind. And a tie is one tensor: a program that
+the saved program trained leaves its optimizer state behind. A tie is one tensor: a program that
 ties two parameters takes them from one copy, if the copies are equal, and a program that does not
-gets two. Everything else must be allowed by a pattern of `partial`.
+gets two. A buffer that modules do not save (`persistent=False`), such as a table of positions, may
+be missing or longer: the program keeps its own. Everything else must be allowed by a pattern of
+`partial`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 
 from shardwise.sharding.checkpoint.extra import EXTRA, unpack_value
 from shardwise.sharding.checkpoint.manifest import Manifest, Stored
-from shardwise.sharding.checkpoint.records import OPT, SCALE, Record
+from shardwise.sharding.checkpoint.records import BUFFERS, OPT, SCALE, Record
 from shardwise.sharding.errors import CheckpointError, PatternError, nearest, summarise
 from shardwise.sharding.repeats import collapse, render_group
 from shardwise.sharding.tree import match
@@ -35,11 +37,13 @@ class Known:
         trained: those that have optimizer state; None: nobody knows.
         aliases: other names of tied parameters, to the path that holds them.
         frozen: those that have none.
+        transient: buffers that follow from the model, as modules do not save them.
     """
 
     trained: frozenset[str] | None
     aliases: Mapping[str, str] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
+    transient: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -233,6 +237,10 @@ class _Matching:
             if name in self.skipped:
                 continue
             stored = self._source(name, record.of)
+            if self._follows(name) and (stored is None or stored.shape != record.shape):
+                self.kept.append(name)
+                used.add(name)
+                continue
             if stored is None:
                 self._lacks(name, record.of, allows)
                 continue
@@ -271,6 +279,10 @@ class _Matching:
         others += [self.saved.aliases[of]] if of in self.saved.aliases else []
         names = [name.removesuffix(of) + other for other in others]
         return next((self.have[other] for other in names if other in self.have), None)
+
+    def _follows(self, name: str) -> bool:
+        """Whether it is a buffer of which the program has the right values itself."""
+        return name.removeprefix(f"{BUFFERS}/") in self.program.transient
 
     def _compare(self, record: Record, stored: Stored, *, cast: bool) -> None:
         if stored.shape != record.shape:
