@@ -174,7 +174,11 @@ def restore_state(
         failure = error
     _raise_alike(transport, failure)
     assert match is not None
-    state = initial(seed or 0) if match.needs_init else blank_state(lowering, home, buffers, device)
+    if match.needs_init:
+        state = initial(seed or 0)
+    else:
+        is_filled = not (match.matched.fresh or match.matched.kept)
+        state = blank_state(lowering, home, buffers, device, is_filled=is_filled)
     faults: tuple[str, ...] = ()
     try:
         state = with_values(state, match.matched.values)

@@ -69,7 +69,8 @@ def truth(case: str, when: str) -> dict[str, Tensor]:
 
 def test_the_fixtures_are_there() -> None:
     """Nothing below runs on an empty list."""
-    assert CASES == ["zero1", "zero2", "zero2_bf16", "zero3", "zero3_bf16"]
+    stages = ["zero1", "zero2", "zero2_bf16", "zero3", "zero3_bf16", "zero3_groups"]
+    assert stages == CASES
     assert json.loads((FIXTURES / "zero3" / "about.json").read_text())["deepspeed"]
 
 

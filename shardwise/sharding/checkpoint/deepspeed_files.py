@@ -12,6 +12,8 @@ stored by one name. Only files are read that the training job itself has written
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -237,12 +239,24 @@ class _Folder:
     def _steps(self, shapes: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         found: dict[str, int] = {}
         state, path = self._base(0)["state"], self._optim[0]
-        for number, group in enumerate(shapes):
+        for number, group in enumerate(self._members(shapes)):
             value = state.get(number, {}).get("step")
             if isinstance(value, torch.Tensor):
                 value = number_in(place_of(value, "step", path, self._root), self._root)
             if value is not None:
                 found |= dict.fromkeys(group, int(value))
+        return found
+
+    def _members(self, shapes: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+        """Parameters by flat group: stage 3 cuts the groups of the optimizer into smaller ones."""
+        if self._stage != _PARTITIONED_PARAMS:
+            return [list(group) for group in shapes]
+        ends = [*itertools.accumulate(one[_MASTER].shape[0] for one in self._flats(0))]
+        found: list[list[str]] = [[] for _ in ends]
+        at = 0
+        for name, shape in ((n, s) for group in shapes for n, s in group.items()):
+            found[min(bisect.bisect_right(ends, at), len(ends) - 1)].append(name)
+            at += -(-math.prod(shape) // len(self._states))
         return found
 
     def _loss_scale(self) -> float | None:
