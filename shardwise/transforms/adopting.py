@@ -24,9 +24,9 @@ from shardwise.sharding.checkpoint.translating import translate
 from shardwise.sharding.checkpoint.writing import Saving, Session, write_checkpoint
 from shardwise.sharding.errors import CheckpointError, summarise
 from shardwise.sharding.layout import Entry
+from shardwise.sharding.lying import Grid, Lying
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.plan import Plan
-from shardwise.sharding.relocate import Grid, Lying
 from shardwise.transforms.converting import Weights, aliases_in, folder_beside, mapped
 from shardwise.transforms.export_files import Item
 from shardwise.transforms.filling import fill

@@ -26,16 +26,14 @@ from shardwise.sharding.errors import StateError, summarise
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.leaves import Flats, Home
 from shardwise.sharding.lifted import Lifted
-from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.lying import Grid, Lying, grids_of
 from shardwise.sharding.movement import Collective, Mover, payload_bytes
 from shardwise.sharding.opt_state import groups_of
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.relocate import (
     Exchange,
     Fill,
-    Grid,
     Held,
-    Lying,
     plan_fill,
     received_bytes,
     run_exchange,
@@ -205,7 +203,7 @@ def _plan(given: State, lowering: Lowering, device: torch.device) -> _Carry:
     """
     state = adopt(given)
     _check_model(state, lowering)
-    old_grid, new_grid = _grids(state.home.mesh), _grids(lowering.plan.mesh)
+    old_grid, new_grid = grids_of(state.home.mesh), grids_of(lowering.plan.mesh)
     # First, as an optimizer's init sees parameters to be thrown away: later they would be a peak.
     place = lowering.plan.mesh.coords(state.home.rank)
     fresh = init_opt(lowering.stepping, place, device)
@@ -238,18 +236,6 @@ def _plan(given: State, lowering: Lowering, device: torch.device) -> _Carry:
     planned = (plan_fill(one, state.home.rank) for one in [*fills, *opt.fills])
     exchanges = tuple(itertools.chain.from_iterable(planned))
     return _Carry(state, flats, masters, opt_flats, exchanges, tuple(rounded))
-
-
-def _grids(mesh: Mesh) -> Callable[[tuple[str, ...]], Grid]:
-    """Makes each grid of a mesh once."""
-    known: dict[tuple[str, ...], Grid] = {}
-
-    def grid(axes: tuple[str, ...]) -> Grid:
-        if axes not in known:
-            known[axes] = Grid(mesh, axes)
-        return known[axes]
-
-    return grid
 
 
 def _parameters(state: State, grid: Callable[[tuple[str, ...]], Grid]) -> dict[str, Held]:

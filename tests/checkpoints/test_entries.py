@@ -25,7 +25,7 @@ from shardwise.sharding.checkpoint.records import Box, Record
 from shardwise.sharding.checkpoint.zipped import ALIGN, after, before
 from shardwise.sharding.errors import CheckpointError
 from shardwise.sharding.layout import Entry, make_layout
-from shardwise.sharding.relocate import Grid, Lying
+from shardwise.sharding.lying import Grid, Lying
 
 pytestmark = pytest.mark.abstract
 

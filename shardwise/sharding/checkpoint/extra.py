@@ -27,7 +27,7 @@ from shardwise.sharding.checkpoint.records import Record
 from shardwise.sharding.errors import CheckpointError
 from shardwise.sharding.layout import Entry, Layout
 from shardwise.sharding.leaves import Home, param_layouts
-from shardwise.sharding.relocate import Grid, Lying
+from shardwise.sharding.lying import Grid, Lying
 
 EXTRA = "extra"
 INLINE_BYTES = 1 << 16

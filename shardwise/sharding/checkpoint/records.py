@@ -22,10 +22,9 @@ from torch import Tensor
 from shardwise.sharding.buckets import Group
 from shardwise.sharding.layout import Entry
 from shardwise.sharding.leaves import Flats
-from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.lying import Grid, Lying, grids_of
 from shardwise.sharding.opt_state import groups_of, is_over, resting_keys
 from shardwise.sharding.pytree import NAMESPACE
-from shardwise.sharding.relocate import Grid, Lying
 from shardwise.sharding.state import State
 
 PARAMS, OPT, BUFFERS, SCALE = "params", "opt", "buffers", "loss_scale"
@@ -106,7 +105,7 @@ def records_of(state: State) -> tuple[Record, ...]:
         state: alive, in flat buckets (see `state.adopt`).
     """
     home = state.home
-    grid = _grids(home.mesh)
+    grid = grids_of(home.mesh)
     return (
         *_parameters(state, grid),
         *_optimizer(state, grid),
@@ -204,15 +203,3 @@ def _step(entry: optree.PyTreeEntry) -> str:
         return entry.field
     # One step, whatever the user's dict is keyed by.
     return str(entry.entry).replace("%", "%25").replace("/", "%2F")
-
-
-def _grids(mesh: Mesh) -> Callable[[tuple[str, ...]], Grid]:
-    """Makes each grid of a mesh once."""
-    known: dict[tuple[str, ...], Grid] = {}
-
-    def grid(axes: tuple[str, ...]) -> Grid:
-        if axes not in known:
-            known[axes] = Grid(mesh, axes)
-        return known[axes]
-
-    return grid
