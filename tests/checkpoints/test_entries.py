@@ -197,36 +197,18 @@ def test_a_failed_write_says_byte_and_cause(
     assert (error.numbers["nbytes"], error.numbers["offset"]) == (4096, 8192)
 
 
-def test_direct_writes_that_are_refused_go_through_the_cache(
+def test_short_writes_go_on_and_advice_may_be_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = os.open
+    whole, advised = os.pwrite, []
 
-    def refuses(path: Path, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "no O_DIRECT here")
-        return whole(path, flags, mode)
+    def refuses(fd: int, start: int, nbytes: int, advice: int) -> None:
+        advised.append((start, nbytes, advice))
+        raise OSError(errno.EINVAL, "no advice here")
 
-    monkeypatch.setattr(os, "open", refuses)
-    with DiskFile(tmp_path / "file", 8, CPU) as file:
-        file.append(b"abcde")
-    assert (tmp_path / "file").read_bytes() == b"abcde"
-
-
-def test_direct_writes_that_fail_later_go_through_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some file systems open a file with O_DIRECT and refuse the first write."""
-    whole, refused = os.pwrite, []
-
-    def refuses(fd: int, data: memoryview, offset: int) -> int:
-        if not refused:
-            refused.append(fd)
-            raise OSError(errno.EINVAL, "not aligned")
-        return whole(fd, data[:3], offset)  # short writes, too
-
-    monkeypatch.setattr(os, "pwrite", refuses)
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: whole(fd, data[:3], offset))
+    monkeypatch.setattr(os, "posix_fadvise", refuses)
     with DiskFile(tmp_path / "file", 8, CPU) as file:
         file.append(b"abcdefgh")
-    assert refused
+    assert advised == [(0, 8, os.POSIX_FADV_DONTNEED)]
     assert (tmp_path / "file").read_bytes() == b"abcdefgh"

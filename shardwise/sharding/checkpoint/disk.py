@@ -1,26 +1,26 @@
-"""Writes one file in one pass: past the page cache where the file system allows, and durably.
+"""Writes one file in one pass, durably.
 
-[Note: direct writes]
-Elements are copied into aligned blocks, and one thread writes a block while the next is filled and
-summed; so a save holds two blocks, whatever it writes. Measured for 1 GiB (ext4): on an idle disk
-O_DIRECT 1,500 MB/s, buffered writes and fsync 300; on a throttled one both 450. A block goes to an
-aligned offset; the last one is padded and the file is then cut to its length. Where O_DIRECT is
-refused, the same blocks go through the cache.
+[Note: writing early]
+Elements are copied into blocks, and one thread writes a block while the next is filled and summed;
+so a save holds two blocks, whatever it writes. After each write the kernel is told that the block
+is not needed: it begins to write it to disk at once, and the cache keeps what others use. The fsync
+at the end then finds little to do. Measured for two files of 650 MB at once (ext4): 860 MB/s;
+writes and one fsync 530, O_DIRECT with one to four writes in flight 410 to 510.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+from isal.isal_zlib import crc32
 from torch import Tensor
 
 from shardwise.sharding.checkpoint.manifest import SUM_BYTES
@@ -29,8 +29,7 @@ from shardwise.sharding.errors import CheckpointError
 BLOCK_BYTES = 8 << 20
 """Of one write; two blocks are held."""
 
-_DIRECT: int = getattr(os, "O_DIRECT", 0)  # macOS has none
-_PAGE = 4096  # of memory, length and offset of a direct write; disks ask for 512 or 4096
+_PAGE = 4096
 
 
 class DiskFile:
@@ -50,7 +49,7 @@ class DiskFile:
         size = min(BLOCK_BYTES, max(1, -(-nbytes // _PAGE)) * _PAGE)
         self._blocks = _Blocks(size, device)
         self._written = 0
-        self._fd, self._direct = _open(path)
+        self._fd = _open(path)
 
     @property
     def position(self) -> int:
@@ -98,35 +97,27 @@ class DiskFile:
     def _finish(self) -> None:
         self._blocks.wait()
         length = self.position
-        self._write(self._blocks.rest(_PAGE if self._direct else 1), self._written)
+        self._write(self._blocks.rest(), self._written)
         try:
-            os.ftruncate(self._fd, length)
             os.fsync(self._fd)
         except OSError as error:
             raise disk_error(error, self.path, "flush", length) from error
 
     def _write(self, data: memoryview, offset: int) -> None:
+        start = offset
         while data:
             try:
                 done = os.pwrite(self._fd, data, offset)
             except OSError as error:
-                if error.errno == errno.EINVAL and self._direct:
-                    self._use_cache()
-                    continue
                 raise disk_error(error, self.path, "write", len(data), offset) from error
-            if done < len(data):
-                self._use_cache()  # what is left need not be aligned; its error tells the cause
             data, offset = data[done:], offset + done
-
-    def _use_cache(self) -> None:
-        if self._direct:
-            self._direct = False
-            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~_DIRECT)
+        if hasattr(os, "posix_fadvise"):  # macOS has none
+            with suppress(OSError):  # advice, which not all file systems take
+                os.posix_fadvise(self._fd, start, offset - start, os.POSIX_FADV_DONTNEED)
 
 
 class _Blocks:
-    """Two aligned blocks: one is filled while the other is written."""
+    """Two blocks: one is filled while the other is written."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
@@ -145,7 +136,7 @@ class _Blocks:
     def fill(self, flat: Tensor) -> memoryview:
         """Copy as much as fits; returns the bytes that were taken."""
         if self._current == len(self._blocks):
-            self._blocks.append(_aligned(self.size, self._device))
+            self._blocks.append(_block(self.size, self._device))
         if self.filled == 0:
             self._wait_for(self._current)
         block, view = self._blocks[self._current]
@@ -164,14 +155,11 @@ class _Blocks:
         self._current = 1 - self._current
         self.filled = 0
 
-    def rest(self, multiple: int) -> memoryview:
-        """What is in the block that was not submitted, padded with zeros."""
+    def rest(self) -> memoryview:
+        """What is in the block that was not submitted."""
         if not self.filled:
             return memoryview(b"")
-        _, view = self._blocks[self._current]
-        padded = -(-self.filled // multiple) * multiple
-        view[self.filled : padded] = bytes(padded - self.filled)
-        return view[:padded]
+        return self._blocks[self._current][1][: self.filled]
 
     def wait(self) -> None:
         """Wait for all writes; raises what they raised."""
@@ -202,7 +190,7 @@ class _Sums:
         while data:
             count = SUM_BYTES - self._bytes % SUM_BYTES
             piece, data = data[:count], data[count:]
-            self._crc = zlib.crc32(piece, self._crc)
+            self._crc = crc32(piece, self._crc)
             self._bytes += len(piece)
             if self._bytes % SUM_BYTES == 0:
                 self._sums.append(self._crc)
@@ -283,25 +271,17 @@ _FIXES = {
 }
 
 
-def _open(path: Path) -> tuple[int, bool]:
-    """A new file, and whether it goes past the cache."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+def _open(path: Path) -> int:
     try:
-        try:
-            return os.open(path, flags | _DIRECT, 0o666), True
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            path.unlink(missing_ok=True)  # some file systems create it before they refuse
-            return os.open(path, flags, 0o666), False
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise disk_error(error, path, "create", 0) from error
 
 
-def _aligned(size: int, device: torch.device) -> tuple[Tensor, memoryview]:
-    """Page-aligned bytes as a tensor and as a buffer; `torch.empty` aligns to 64 only."""
+def _block(size: int, device: torch.device) -> tuple[Tensor, memoryview]:
+    """Whole pages as a tensor and as a buffer."""
     if device.type == "cuda":
-        block = torch.empty(size, dtype=torch.uint8, pin_memory=True)  # whole pages
+        block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         memory = (ctypes.c_char * size).from_address(block.data_ptr())
         return block, memoryview(memory).cast("B")
     pages = mmap.mmap(-1, size)

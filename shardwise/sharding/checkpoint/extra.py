@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import base64
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from isal.isal_zlib import crc32
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -199,7 +199,7 @@ class _Packing:
             return about | {"data": base64.b64encode(_bytes(value)).decode()}
         block = value.detach()
         self.records.append(Record(place, _whole(self.home, place, tuple(value.shape)), block))
-        return about | {"name": place, "crc": zlib.crc32(_bytes(value))}
+        return about | {"name": place, "crc": crc32(_bytes(value))}
 
     def _cut(self, value: DTensor, place: str) -> dict[str, Any]:
         path = self.home.aliases.get(place.rpartition("/")[2], place.rpartition("/")[2])

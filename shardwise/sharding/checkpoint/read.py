@@ -15,7 +15,6 @@ import itertools
 import math
 import os
 import threading
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
+from isal.isal_zlib import crc32
 from torch import Tensor
 
 from shardwise.sharding.checkpoint.manifest import SUM_BYTES, Chunk, Stored
@@ -309,7 +309,7 @@ class _Stage:
         number = start // SUM_BYTES
         for at in range(0, len(data), SUM_BYTES):
             before = sums[number - 1] if number else 0
-            found = zlib.crc32(data[at : at + SUM_BYTES], before)
+            found = crc32(data[at : at + SUM_BYTES], before)
             if number >= len(sums) or found != sums[number]:
                 wanted = f"{sums[number]:08x}" if number < len(sums) else "nothing"
                 place = piece.chunk.start + start + at

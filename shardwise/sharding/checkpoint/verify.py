@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import torch
+from isal.isal_zlib import crc32
 
 from shardwise.sharding.checkpoint.latest import read_manifest
 from shardwise.sharding.checkpoint.manifest import SUM_BYTES, Chunk, Manifest, Stored
@@ -139,7 +139,7 @@ def _chunk(file: BinaryIO, stored: Stored, chunk: Chunk) -> list[str]:
         data = file.read(count)
         if len(data) < count:
             return [*faults, f"the file ends {count - len(data)} bytes early in MiB {index}"]
-        running = zlib.crc32(data, running)
+        running = crc32(data, running)
         if running != right:
             return [*faults, f"the checksum of MiB {index} is {running}, and must be {right}"]
     if file.read(len(tail)) != tail:
