@@ -87,8 +87,8 @@ def _saves(saved: Measured) -> str:
     return (
         f"{table(head, rows)}\n\nAn asynchronous save holds training up for "
         f"{spread(seconds['stall'])} s, {spread(stall, '.3f')} of a synchronous one (target: at "
-        f"most 0.1), and is on disk after {spread(seconds['async'])} s. `raw, flushed` goes "
-        "through the page cache, `raw, direct` past it as shardwise does."
+        f"most 0.1), and is on disk after {spread(seconds['async'])} s. `raw, flushed` "
+        "writes through the page cache and then flushes it, `raw, direct` goes past it."
     )
 
 
