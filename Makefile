@@ -26,6 +26,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.norms
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.segments
+	$(BIN)/python -m benchmarks.checkpoints
 
 # torch first and alone: it is most of the download, and its version decides the rest.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -5,7 +5,8 @@ both axes, some over one, some whole. Tiny tensors, so that all is Python and di
 that grows with the number of parameters is a fault. `norms` is what a step does for clipping by the
 global norm and by two groups, factors included; beside it torch's `clip_grad_norm_` over as many
 tensors. `step` is a whole step of a program, with its traced first step, and needs minutes for the
-largest model: its size is limited by `--steps-to`.
+largest model: its size is limited by `--steps-to`. The table is written to
+`benchmarks/NUMERICS.md`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from benchmarks.numerics import ABOUT, PAGE
+from benchmarks.page import machine, put, table
 from shardwise.sharding.movement import Mover
 from shardwise.testing.echo import Echo, bind_alone
 from shardwise.transforms.lower import Lowered
@@ -144,20 +148,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--counts", type=int, nargs="+", default=COUNTS)
     parser.add_argument("--steps-to", type=int, default=1_000)
+    parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("us per parameter" + "".join(f"{name:>10}" for name in COLUMNS))
     rows: list[Row] = []
+    cells: list[list[str]] = []
     for count in options.counts:
         row = measure(count, steps=count <= options.steps_to)
         rows.append(row)
-        cells = (f"{row[name]:>10.1f}" if name in row else f"{'-':>10}" for name in COLUMNS)
-        print(f"{count:>16,}" + "".join(cells), flush=True)
-    growth = (
-        f"{rows[-1][name] / rows[0][name]:>10.2f}" if name in rows[-1] else f"{'-':>10}"
-        for name in COLUMNS
+        cells.append([f"{count:,}", *(_cell(row, name, ".1f") for name in COLUMNS)])
+        print(f"{cells[-1][0]:>16}" + "".join(f"{cell:>10}" for cell in cells[-1][1:]), flush=True)
+    growth = {name: value / rows[0][name] for name, value in rows[-1].items()}
+    cells.append(["last / first", *(_cell(growth, name, ".2f") for name in COLUMNS)])
+    print(f"{cells[-1][0]:>16}" + "".join(f"{cell:>10}" for cell in cells[-1][1:]))
+    said = (
+        f"Microseconds of process time per parameter on one thread of {machine()}; one rank of "
+        "eight, tiny tensors. `norms` and `torch` are medians of 5 calls; a column that grows is a "
+        "fault."
     )
-    print(f"{'last / first':>16}" + "".join(growth))
+    grid = table(["parameters", *COLUMNS], cells)
+    put(options.page, ABOUT, {"Clipping by the number of parameters": f"{said}\n\n{grid}"})
+
+
+def _cell(row: Row, name: str, how: str) -> str:
+    return format(row[name], how) if name in row else "-"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """Host time of clip, finite check and loss scale, and of AdamW on shards, beside plain torch.
 
 `numerics` is all that a step does between backward and optimizer, on the buckets of a program:
-check, normalise, norm, clip factor, the factor applied as the optimizer applies it, and the next
-loss scale. Beside it the same on plain local tensors, one per parameter, as people write it
-(`GradScaler.unscale_`, `clip_grad_norm_`, `GradScaler.step` without an optimizer, `update`), and
-with the fewest calls that torch offers. `AdamW` is our in-place step on the groups of a program
-beside `torch.optim.AdamW(fused=True)` on tensors of the same sizes. Variants run round-robin in one
-process, one thread; process time, median of paired per-round ratios with quartiles.
+check, normalise, norm, clip factor, the factor applied by the optimizer, and the next loss scale.
+Beside it the same on plain local tensors, one per parameter, as people write it
+(`GradScaler.unscale_`, `clip_grad_norm_`, `GradScaler.step`, `update`), and with the fewest calls
+that torch offers. Each is run with fused AdamW, of which the time of AdamW alone is taken off, as a
+system may apply the factor while the optimizer reads gradients. It is measured in a step that clips
+and in one that does not: a factor of exactly 1 costs us a look at it, and torch a pass over memory.
+`AdamW` is our in-place step on the groups of a program beside `torch.optim.AdamW(fused=True)` on
+tensors of the same sizes. Variants run round-robin in one process, one thread; process time, median
+of paired per-round ratios with quartiles. The tables are written to `benchmarks/NUMERICS.md`.
 """
 
 from __future__ import annotations
@@ -14,14 +17,15 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import shardwise as sw
 from benchmarks.host_overhead import Block, measure, ratios
-from shardwise.optim.flat import Row, on_rows
+from benchmarks.page import FOLDER, machine, put, table
 from shardwise.optim.loss_scale import init_loss_scale, next_loss_scale
 from shardwise.optim.norms import Norm, power_sum, root
 from shardwise.sharding.derived import LossScale
@@ -30,10 +34,15 @@ from shardwise.transforms.finite import nonfinite_flag
 BLOCKS = 12
 WIDTHS = {"12 x 8 thousand": 32, "12 x 0.5 million": 256}
 RANKS = 2
-LARGE = 1e9
+LIMITS = {"nothing is clipped": 1e9, "clipped": 1.0}
+SCALES = {1e9: 1.0, 1.0: 0.5}
+"""What gradients are divided by: it makes up for the clip, so that every pass clips."""
+PAGE = FOLDER / "NUMERICS.md"
+ABOUT = "# The numerics of a step beside plain torch\n\nWritten by `make bench`."
 _OVERHEAD_TARGET = 1.3
 _ADAMW_TARGET = 1.1
 Run = Callable[[], object]
+Seconds = dict[str, list[float]]
 
 
 class Model(nn.Module):
@@ -63,15 +72,23 @@ def pieces(model: nn.Module) -> list[Tensor]:
     return [torch.randn(-(-p.numel() // RANKS)) for p in model.parameters()]
 
 
-def our_numerics(model: nn.Module) -> Run:
-    """The functions that a step calls. All factors are 1, so that values stay what they are."""
-    grads, device = flats(model), torch.device("cpu")
-    settings = LossScale(initial=1.0, window=10**9)
+class Extra(NamedTuple):
+    """A step of an optimizer with what is measured, and without."""
+
+    whole: Run
+    alone: Run
+
+
+def our_numerics(model: nn.Module, limit: float) -> Extra:
+    """The functions that a step calls."""
+    params, grads, device = flats(model), flats(model), torch.device("cpu")
+    settings = LossScale(initial=SCALES[limit], window=10**9)
     state = init_loss_scale(settings)
-    clip = sw.optim.clip_by_global_norm(LARGE)
+    clip, optimizer = sw.optim.clip_by_global_norm(limit), sw.optim.adamw(1e-3)
+    opt_state = optimizer.init(params)
     count = torch.ones((), dtype=torch.float64)
 
-    def run() -> None:
+    def whole() -> None:
         nonlocal state
         flag = nonfinite_flag(grads.values(), device)
         factor = 1.0 / (count * state.scale.item())
@@ -81,128 +98,134 @@ def our_numerics(model: nn.Module) -> Run:
         norm = root(power_sum(list(grads.values())), 2.0)
         assert clip.factor is not None
         scale, _ = clip.factor(grads, sw.optim.EmptyState(), norms={Norm(): norm})
-        on_rows(no_kernel, [Row([flat], flat, scale) for flat in grads.values()])
+        extra: dict[str, Any] = {"scale": scale, "reuse_grads": True}
+        sw.optim.apply_in_place(optimizer, params, grads, opt_state, **extra)
         state = next_loss_scale(settings, state, finite=finite)
 
-    return run
+    return Extra(whole, lambda: sw.optim.apply_in_place(optimizer, params, grads, opt_state))
 
 
-def no_kernel(*lists: list[Tensor]) -> None:
-    """Does nothing, so that only what is around it is measured."""
-
-
-class NoOptimizer(torch.optim.SGD):
-    """Its step does nothing, so that only what is around it is measured."""
-
-    def step(self, closure: Any = None) -> None:
-        """Nothing."""
-
-
-def plain_numerics(model: nn.Module) -> Run:
+def plain_numerics(model: nn.Module, limit: float) -> Extra:
     """The usual loop of torch with a gradient scaler."""
-    params = [nn.Parameter(torch.empty_like(piece)) for piece in pieces(model)]
-    for param in params:
-        param.grad = torch.randn_like(param)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=10**9)
+    params, optimizer = with_adamw(pieces(model))
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALES[limit], growth_interval=10**9)
     scaler.scale(torch.ones(()))  # makes its tensors
-    optimizer = NoOptimizer(params, lr=0.1)
 
-    def run() -> None:
+    def whole() -> None:
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(params, LARGE)
+        nn.utils.clip_grad_norm_(params, limit)
         scaler.step(optimizer)
         scaler.update()
 
-    return run
+    return Extra(whole, optimizer.step)
 
 
-def fewest_calls(model: nn.Module) -> Run:
+def fewest_calls(model: nn.Module, limit: float) -> Extra:
     """Foreach calls on a list, without any bookkeeping."""
-    grads = pieces(model)
-    scale, tracker = torch.ones(()), torch.zeros((), dtype=torch.int32)
+    params, optimizer = with_adamw(pieces(model))
+    grads = [param.grad for param in params if param.grad is not None]
+    scale, tracker = torch.tensor(SCALES[limit]), torch.zeros((), dtype=torch.int32)
 
-    def run() -> None:
+    def whole() -> None:
         found = torch.zeros(())
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale.reciprocal())
         norm = torch.stack(torch._foreach_norm(grads)).norm()
-        factor = (LARGE / (norm + 1e-6)).clamp(max=1.0)
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, factor)
-        _ = found.item()
+        if not found.item():
+            optimizer.step()
         torch._amp_update_scale_(scale, tracker, found, 2.0, 0.5, 10**9)
 
-    return run
+    return Extra(whole, optimizer.step)
 
 
-def our_adamw(model: nn.Module) -> Run:
-    """In place, on the groups of a program."""
-    params, grads = flats(model), flats(model)
-    optimizer = sw.optim.adamw(1e-3)
-    state = optimizer.init(params)
-    return lambda: sw.optim.apply_in_place(optimizer, params, grads, state)
-
-
-def torch_adamw(tensors: list[Tensor]) -> Run:
-    """Fused."""
+def with_adamw(tensors: list[Tensor]) -> tuple[list[nn.Parameter], torch.optim.AdamW]:
+    """Parameters with gradients, and torch's fused optimizer of them."""
     params = [nn.Parameter(tensor) for tensor in tensors]
     for param in params:
         param.grad = torch.randn_like(param)
-    return torch.optim.AdamW(params, 1e-3, fused=True).step
+    return params, torch.optim.AdamW(params, 1e-3, fused=True)
 
 
-def report(
-    title: str,
-    variants: dict[str, Run],
-    ours: str,
-    options: argparse.Namespace,
-    target: float,
-    judged: str,
-) -> None:
-    """Measure and print; the target is for one of the baselines."""
-    seconds = measure(variants, options.rounds, options.passes)
-    print(f"\n{title}")
-    for name, times in seconds.items():
-        lower, median, upper = (1e6 * value for value in statistics.quantiles(times, n=4))
-        print(f"  {name:<34}{median:>10.0f} us   {lower:.0f} - {upper:.0f}")
-    for name in variants:
+def measure_extra(variants: dict[str, Extra], rounds: int, passes: int) -> Seconds:
+    """Seconds that each adds to its optimizer's step, round by round."""
+    runs = {(name, kind): run for name, two in variants.items() for kind, run in enumerate(two)}
+    found = measure({f"{kind}{name}": run for (name, kind), run in runs.items()}, rounds, passes)
+    pairs = {name: zip(found[f"0{name}"], found[f"1{name}"], strict=True) for name in variants}
+    return {name: [whole - alone for whole, alone in pair] for name, pair in pairs.items()}
+
+
+def report(title: str, seconds: Seconds, *, target: float, judged: str) -> str:
+    """A table of ratios, ours first; the target is for one of the baselines."""
+    ours, *others = seconds
+    rows: list[list[str]] = []
+    for name in (ours, *others):
+        lower, median, upper = (1e6 * value for value in statistics.quantiles(seconds[name], n=4))
+        time = f"{median:.0f} ({lower:.0f} - {upper:.0f})"
+        rows.append([name, time, "", ""])
         if name != ours:
             lower, median, upper = ratios(seconds[ours], seconds[name])
-            goal = f", target {target}" if name == judged else ""
-            print(f"  {ours} / {name}: {median:.2f} ({lower:.2f} - {upper:.2f}){goal}")
+            rows[-1][2:] = [f"{median:.2f} ({lower:.2f} - {upper:.2f})", ""]
+            rows[-1][3] = f"{target}" if name == judged else ""
+    text = f"{title}:\n\n{table(['', 'us', 'ours / this', 'target'], rows)}"
+    print(f"\n{text}", flush=True)
+    return text
 
 
 def main() -> None:
-    """Print both tables for both sizes."""
+    """Print and write the tables for both sizes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for size, width in WIDTHS.items():
-        model = Model(width)
+    numerics = [
         report(
-            f"clip, finite check and loss scale, buckets of {size}",
-            {
-                "shardwise": our_numerics(model),
-                "GradScaler and clip_grad_norm_": plain_numerics(model),
-                "fewest calls": fewest_calls(model),
-            },
-            "shardwise",
-            options,
-            _OVERHEAD_TARGET,
-            "GradScaler and clip_grad_norm_",
+            f"Buckets of {size}, {words}",
+            measure_extra(
+                {
+                    "shardwise": our_numerics(model, limit),
+                    "GradScaler and clip_grad_norm_": plain_numerics(model, limit),
+                    "fewest calls": fewest_calls(model, limit),
+                },
+                options.rounds,
+                options.passes,
+            ),
+            target=_OVERHEAD_TARGET,
+            judged="GradScaler and clip_grad_norm_",
         )
+        for size, model in ((size, Model(width)) for size, width in WIDTHS.items())
+        for words, limit in LIMITS.items()
+    ]
+    adamw = [
         report(
-            f"AdamW, buckets of {size}",
-            {
-                "shardwise": our_adamw(model),
-                "fused, same flat tensors": torch_adamw(list(flats(model).values())),
-                "fused, a tensor per parameter": torch_adamw(pieces(model)),
-            },
-            "shardwise",
-            options,
-            _ADAMW_TARGET,
-            "fused, same flat tensors",
+            f"Buckets of {size}",
+            measure(
+                {
+                    "shardwise": our_numerics(model, 1.0).alone,
+                    "fused, same flat tensors": with_adamw(list(flats(model).values()))[1].step,
+                    "fused, a tensor per parameter": with_adamw(pieces(model))[1].step,
+                },
+                options.rounds,
+                options.passes,
+            ),
+            target=_ADAMW_TARGET,
+            judged="fused, same flat tensors",
         )
+        for size, model in ((size, Model(width)) for size, width in WIDTHS.items())
+    ]
+    said = (
+        f"Process time, one thread, medians and quartiles of {options.rounds} rounds; {machine()}."
+    )
+    put(
+        options.page,
+        ABOUT,
+        {
+            "Clip, finite check and loss scale": "\n\n".join([said, *numerics]),
+            "AdamW on shards": "\n\n".join([said, *adamw]),
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from shardwise import optim
 from shardwise.launch import spawn
 from shardwise.sharding import errors, rules
 from shardwise.sharding.axes import Axes
+from shardwise.sharding.checkpoint.fingerprint import fingerprint
+from shardwise.sharding.checkpoint.latest import latest
 from shardwise.sharding.lifted import Lifted, to_global
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.plan import Plan, Transform, plan
@@ -14,8 +16,16 @@ from shardwise.sharding.state import State
 from shardwise.transforms.accumulate import accumulate
 from shardwise.transforms.batch_sizes import BatchSizes, batch_sizes
 from shardwise.transforms.carry import from_state
+from shardwise.transforms.checkpointer import Checkpointer
 from shardwise.transforms.compose import chain, masked, partition, tree_at
 from shardwise.transforms.dropout import Dropout, dropout
+from shardwise.transforms.exporting import export_safetensors
+from shardwise.transforms.importing import (
+    from_dcp,
+    from_deepspeed,
+    from_safetensors,
+    from_torch_save,
+)
 from shardwise.transforms.initialise import from_module
 from shardwise.transforms.loss import Mean
 from shardwise.transforms.loss_scale import loss_scale
@@ -25,6 +35,8 @@ from shardwise.transforms.micro import MicroBatches
 from shardwise.transforms.precision import precision
 from shardwise.transforms.program import Program
 from shardwise.transforms.remat import name, remat, save
+from shardwise.transforms.resharding import reshard
+from shardwise.transforms.restoring import from_checkpoint
 from shardwise.transforms.trace import like
 from shardwise.transforms.zero import (
     freeze,
@@ -39,6 +51,7 @@ from shardwise.transforms.zero import (
 __all__ = [
     "Axes",
     "BatchSizes",
+    "Checkpointer",
     "Dropout",
     "Lifted",
     "Lowered",
@@ -57,10 +70,18 @@ __all__ = [
     "chain",
     "dropout",
     "errors",
+    "export_safetensors",
+    "fingerprint",
     "freeze",
+    "from_checkpoint",
+    "from_dcp",
+    "from_deepspeed",
     "from_module",
+    "from_safetensors",
     "from_state",
+    "from_torch_save",
     "keep_gathered",
+    "latest",
     "like",
     "loss_scale",
     "lower",
@@ -72,6 +93,7 @@ __all__ = [
     "precision",
     "prefetch",
     "remat",
+    "reshard",
     "rules",
     "save",
     "shard_grads",

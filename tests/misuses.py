@@ -212,3 +212,11 @@ def overflow_at_the_minimum() -> None:
         program = sw.lower(plan(ZERO, scale), loss_fn, SGD).bind()
         batch = {"x": torch.full((4, 4), torch.inf), "odd": ""}
         program.step(program.init(seed=0), program.shard_batch(batch))
+
+
+def another_optimizer_restored() -> None:
+    """A state without moments, for a program that has them."""
+    with TemporaryDirectory() as folder, sw.simulate(MESH):
+        program = sw.lower(plan(ZERO), loss_fn, SGD).bind()
+        program.save(Path(folder) / "saved", program.init(0))
+        sw.lower(plan(ZERO), loss_fn, sw.optim.adamw(0.1)).bind().restore(Path(folder) / "saved")

@@ -20,6 +20,7 @@ from shardwise.testing import (
     EquivalenceError,
 )
 from tests.misuses import (
+    another_optimizer_restored,
     another_rank_fails,
     bits_of_a_norm,
     careless_mean,
@@ -203,6 +204,12 @@ ENTRIES = [
         lambda: sw.dropout(torch.ones(2), 1.5),
         ("Dropout of 1.5 is no probability", "sw.dropout(x, p)", "Fix: a number from 0 to 1"),
         {"p": 1.5},
+    ),
+    Entry(
+        errors.CheckpointError,
+        another_optimizer_restored,
+        ("missing in the checkpoint: 12", "opt/mu/layers.{0..1}.weight", "Fix: partial=["),
+        {"count": 12, "step": 0, "unexpected": ()},
     ),
     Entry(
         TextError,

@@ -33,11 +33,18 @@ def demo(  # noqa: PLR0917 - typer reads options from parameters
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps.")] = 200,
     check: Annotated[bool, typer.Option(help="Compare with the split reference.")] = False,
     out: Annotated[str, typer.Option(help="Folder for the weights.")] = "runs/demo",
+    checkpoint: Annotated[str, typer.Option(help="Folder to save in and to go on from.")] = "",
+    every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 20,
+    peers: Annotated[str, typer.Option(help="Folder in memory for copies of them.")] = "",
+    kill_at: Annotated[
+        str, typer.Option(help="STEP[:RANK]: that rank ends itself in that step, once.")
+    ] = "",
 ) -> None:
     """Train a byte-level GPT on the source of the Python standard library.
 
     Under torchrun the launcher's ranks are used, and --ranks is not read.
     """
+    step, rank = _place(kill_at, checkpoint)
     options = Options(
         zero=zero,
         precision=precision.value,
@@ -46,6 +53,11 @@ def demo(  # noqa: PLR0917 - typer reads options from parameters
         steps=steps,
         check=check,
         out=out,
+        checkpoint=checkpoint,
+        every=every,
+        peers=peers,
+        kill_at=step,
+        kill_rank=rank,
     )
     try:
         if launched() or ranks == 1:
@@ -55,3 +67,19 @@ def demo(  # noqa: PLR0917 - typer reads options from parameters
     except ShardwiseError as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _place(kill_at: str, checkpoint: str) -> tuple[int, int]:
+    """Step and rank of `--kill-at`.
+
+    >>> _place("30:1", "runs/saved"), _place("30", "runs/saved"), _place("", "")
+    ((30, 1), (30, 0), (0, 0))
+    """
+    step, _, rank = kill_at.partition(":")
+    if not kill_at:
+        return 0, 0
+    if not step.isdecimal() or not (rank or "0").isdecimal():
+        raise typer.BadParameter(f"{kill_at!r} is not STEP or STEP:RANK", param_hint="--kill-at")
+    if not checkpoint:
+        raise typer.BadParameter("needs --checkpoint, to go on from", param_hint="--kill-at")
+    return int(step), int(rank or 0)

@@ -93,9 +93,9 @@ def transforms(options: Options) -> list[sw.Transform]:
     return chosen
 
 
-def batches(text: Tensor, options: Options) -> Iterator[dict[str, Tensor]]:
-    """The global batch of each step, the same on every rank."""
-    for number in range(options.steps):
+def batches(text: Tensor, options: Options, *, first: int = 0) -> Iterator[dict[str, Tensor]]:
+    """The global batch of each step from `first` on, the same on every rank."""
+    for number in range(first, options.steps):
         yield draw_batch(text, rows=options.rows, context=_CONTEXT, seed=options.seed + number)
 
 

@@ -21,6 +21,11 @@ class Options:
         learning_rate: peak of the schedule.
         check: repeat the first steps against the split reference.
         out: folder for the weights, relative to where the demo was started.
+        checkpoint: folder that the run is saved in, and from which it goes on; empty: neither.
+        every: steps from one checkpoint to the next.
+        peers: folder in a memory file system for copies of each checkpoint; empty: none.
+        kill_at: step in which a rank ends itself, unless one has before; 0: none.
+        kill_rank: that rank.
     """
 
     zero: int = 3
@@ -33,6 +38,11 @@ class Options:
     learning_rate: float = 3e-3
     check: bool = False
     out: str = "runs/demo"
+    checkpoint: str = ""
+    every: int = 20
+    peers: str = ""
+    kill_at: int = 0
+    kill_rank: int = 0
 
 
 class Traffic(NamedTuple):
@@ -47,7 +57,8 @@ class Outcome(NamedTuple):
 
     The same on every rank, but for the speed each has seen, and for `largest_difference` and
     `sample`, which rank 0 alone works out. Bytes of a step are the most beyond rest, activations
-    included; plain ones are those of float32, one micro-batch and no recomputation.
+    included; plain ones are those of float32, one micro-batch and no recomputation. Losses are
+    those of all steps of a run, those that were taken before it went on at `first_step` too.
     """
 
     ranks: int
@@ -66,3 +77,6 @@ class Outcome(NamedTuple):
     largest_difference: float | None
     weights: str
     sample: str
+    losses: tuple[float, ...] = ()
+    first_step: int = 0
+    recovery_seconds: float | None = None

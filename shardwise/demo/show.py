@@ -18,7 +18,9 @@ _PLAIN_EVERY_STEPS = 20
 class Advance(Protocol):
     """Report one finished step."""
 
-    def __call__(self, *, loss: float, tokens_per_second: float, rest_bytes: int) -> None:
+    def __call__(
+        self, *, step: int, loss: float, tokens_per_second: float, rest_bytes: int
+    ) -> None:
         """Show the figures of the step."""
         ...
 
@@ -34,17 +36,14 @@ def progress(console: Console, *, steps: int, predicted_bytes: int) -> Generator
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=steps)
-        done = 0
 
-        def advance(*, loss: float, tokens_per_second: float, rest_bytes: int) -> None:
-            nonlocal done
-            done += 1
+        def advance(*, step: int, loss: float, tokens_per_second: float, rest_bytes: int) -> None:
             # Bytes at rest per rank, measured/predicted: the whole bar fits 80 columns.
             rest = f"rest {kib(rest_bytes)}/{kib(predicted_bytes)} KiB"
             text = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  {rest}"
-            bar.update(task, advance=1, description=text)
-            if not console.is_terminal and (done % _PLAIN_EVERY_STEPS == 0 or done == steps):
-                console.print(f"step {done}/{steps}  {text}", highlight=False, soft_wrap=True)
+            bar.update(task, completed=step, description=text)
+            if not console.is_terminal and (step % _PLAIN_EVERY_STEPS == 0 or step == steps):
+                console.print(f"step {step}/{steps}  {text}", highlight=False, soft_wrap=True)
 
         yield advance
 

@@ -120,6 +120,7 @@ def _apply(
     opt_state: AdamWState,
     *,
     scale: Scale | None = None,
+    reuse_grads: bool = False,
     **_extra: Any,
 ) -> tuple[Tensors, AdamWState]:
     opt_state.learning_rate.copy_(settings.schedule(opt_state.count))
@@ -133,7 +134,7 @@ def _apply(
         else:
             _step_plain(settings, opt_state, key, param, scaled(grad, param, factor))
     if rows:
-        _step_fused(settings, opt_state, rows)
+        _step_fused(settings, opt_state, rows, reuse_grads=reuse_grads)
     return params, opt_state
 
 
@@ -146,7 +147,9 @@ def _arrived(beta: float, count: Tensor) -> Tensor:
     return 1 - torch.pow(beta, count.to(torch.float64))
 
 
-def _step_fused(settings: _Settings, opt_state: AdamWState, rows: Sequence[Row]) -> None:
+def _step_fused(
+    settings: _Settings, opt_state: AdamWState, rows: Sequence[Row], *, reuse_grads: bool
+) -> None:
     """One pass over memory on the CPU, three times as fast as `_step_plain`."""
     count = opt_state.count.to(torch.float32)
 
@@ -169,7 +172,7 @@ def _step_fused(settings: _Settings, opt_state: AdamWState, rows: Sequence[Row])
             maximize=False,
         )
 
-    on_rows(kernel, rows)
+    on_rows(kernel, rows, reuse_grads=reuse_grads)
 
 
 def _step_plain(

@@ -37,8 +37,9 @@ class GradientTransform(NamedTuple):
             definition and the oracle: pure, out of place, `new = params + updates`.
         apply: `apply(params, grads, opt_state, *, scale=None, **extra) -> (params, opt_state)`.
             Writes params and state in place and returns the same objects; `grads` is only
-            read. `scale` multiplies the gradients: a 0-dim tensor, or one by key, see
-            `scale_of`. None when the transform has no in-place form.
+            read, unless the extra `reuse_grads` is true, which lets it write to them. `scale`
+            multiplies the gradients: a 0-dim tensor, or one by key, see `scale_of`. None when the
+            transform has no in-place form.
         couples: what must be seen whole at once, given the extras in `needs`: any single
             `"element"`, a `"tensor"`, or the `"tree"`.
         needs: the norms that a caller whose gradients are cut must pass: `norms={norm: value}`,

@@ -5,12 +5,14 @@ A float32 sum of a million squares is off by 1e-4, and the square of a small flo
 everything is added in float64. torch's `vector_norm(dtype=float64)` does that on the CPU by way of
 a float64 copy of the whole tensor. Here pieces of 65,536 elements are cast one after the other, and
 small tensors are joined to one piece, so that the copy is half a megabyte at most and a model of
-many small buckets takes few calls. Squares of long float32 tensors need no copy: torch adds rows of
-128 in float32, with errors of at most 1e-7, those of one float32 number, and the rows are added in
-float64; where numbers are so large or small that their squares are lost, it is done again by
-pieces. Measured on one CPU thread, 12 tensors of 263,000 float32 elements: 1.3 ms, by pieces 3.3,
-`vector_norm(dtype=float64)` 4.6, `vector_norm` in float32 alone 1.3. On other devices torch has one
-kernel for a list of tensors that casts in registers.
+many small buckets takes few calls. Squares of float32 tensors of `LONG_ELEMENTS` and more need no
+copy: torch adds rows of 128 in float32, with errors of at most 1e-7, those of one float32 number,
+and the rows are added in float64; where numbers are so large or small that their squares are lost,
+it is done again by pieces. Rows of 512 would take 1.0 ms instead of the 1.3 below, with an error of
+5e-7 for equal elements. Measured on one CPU thread, 12 tensors of 263,000 float32 elements: 1.3 ms,
+by pieces 3.3, `vector_norm(dtype=float64)` 4.6, `vector_norm` in float32 alone 0.9; of 4,192
+elements: by rows 0.35 ms, by pieces 0.13. On other devices torch has one kernel for a list of
+tensors that casts in registers.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ PIECE_ELEMENTS = 65_536
 
 ROW_ELEMENTS = 128
 """Elements whose squares are added in float32."""
+
+LONG_ELEMENTS = 32_768
+"""From here on rows are faster: a call by rows costs as much as 40,000 elements by pieces."""
 
 _LEAST_MEAN_SQUARE = 1e-29
 """Nine digits above the smallest normal square: below it, squares may have been lost."""
@@ -199,7 +204,7 @@ def _sums_by_rows(flat: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     others: list[Tensor] = []
     for one in flat:
         body = one.numel() - one.numel() % ROW_ELEMENTS
-        if one.dtype != torch.float32 or not body:
+        if one.dtype != torch.float32 or one.numel() < LONG_ELEMENTS:
             others.append(one)
             continue
         rows = torch.linalg.vector_norm(one[:body].view(-1, ROW_ELEMENTS), dim=1).double()

@@ -126,6 +126,7 @@ def _apply(
     opt_state: SGDState,
     *,
     scale: Scale | None = None,
+    reuse_grads: bool = False,
     **_extra: Any,
 ) -> tuple[Tensors, SGDState]:
     rate = opt_state.learning_rate.copy_(settings.schedule(opt_state.count))
@@ -139,7 +140,7 @@ def _apply(
         else:
             _step_plain(settings, rate, written, scaled(grad, param, factor))
     if rows:
-        _step_fused(settings, rate, rows)
+        _step_fused(settings, rate, rows, reuse_grads=reuse_grads)
     return params, opt_state
 
 
@@ -149,7 +150,9 @@ def _has_fused(param: Tensor) -> bool:
     return param.device.type == "cpu" and param.dtype in (torch.float32, torch.float64)
 
 
-def _step_fused(settings: _Settings, rate: Tensor, rows: Sequence[Row]) -> None:
+def _step_fused(
+    settings: _Settings, rate: Tensor, rows: Sequence[Row], *, reuse_grads: bool
+) -> None:
     """One pass over memory on the CPU, three times as fast as `_step_plain`."""
 
     def kernel(params: list[Tensor], *rest: list[Tensor]) -> None:
@@ -168,7 +171,7 @@ def _step_fused(settings: _Settings, rate: Tensor, rows: Sequence[Row]) -> None:
             maximize=False,
         )
 
-    on_rows(kernel, rows)
+    on_rows(kernel, rows, reuse_grads=reuse_grads)
 
 
 def _step_plain(settings: _Settings, rate: Tensor, written: list[Tensor], grad: Tensor) -> None:

@@ -13,10 +13,14 @@ from shardwise.sharding.mesh import Mesh
 
 try:
     from torch._subclasses import FakeTensor, FakeTensorMode
+    from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
+    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+    from torch.distributed.distributed_c10d import _get_default_store as job_store
     from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
     from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.storage import _dtype_to_storage_type_map
     from torch.utils._python_dispatch import (
         TorchDispatchMode,
         _get_current_dispatch_mode_stack,
@@ -31,6 +35,7 @@ __all__ = [
     "DTensorSpec",
     "FakeTensor",
     "FakeTensorMode",
+    "StorageInfo",
     "StorageWeakRef",
     "StridedShard",
     "TensorMeta",
@@ -42,8 +47,11 @@ __all__ = [
     "device_mesh_without_backend",
     "dispatch_modes",
     "fused_adamw",
+    "job_store",
     "norms_of_all",
+    "offset_in_file",
     "plain_tensors",
+    "rebuild_parts",
     "set_group_timeout",
     "set_thread_value",
     "storage_key",
@@ -138,3 +146,25 @@ def device_mesh_without_backend(mesh: Mesh, rank: int, device_type: str) -> Devi
     return DeviceMesh(
         device_type, ranks, mesh_dim_names=mesh.names, _init_backend=False, _rank=rank
     )
+
+
+def rebuild_parts(dtype: torch.dtype) -> tuple[Any, Any]:
+    """What `torch.save` names for a tensor: the function that rebuilds it, and its storage class.
+
+    >>> rebuild_parts(torch.float32)[1], rebuild_parts(torch.float8_e4m3fn)[1]
+    (<class 'torch.FloatStorage'>, <class 'torch.storage.UntypedStorage'>)
+    """
+    name = _dtype_to_storage_type_map().get(dtype)
+    if name is None:
+        return _rebuild_tensor_v3, torch.UntypedStorage
+    return _rebuild_tensor_v2, getattr(torch, name)
+
+
+def offset_in_file(tensor: torch.Tensor) -> int:
+    """Where the storage of a tensor begins in the file that torch.load has read without memory."""
+    offset: int | None = vars(tensor.untyped_storage()).get("_checkpoint_offset")
+    if offset is None:
+        raise ImportError(
+            f"torch {torch.__version__} does not tell where storages lie in files of torch.save"
+        )
+    return offset

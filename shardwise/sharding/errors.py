@@ -141,6 +141,10 @@ class RankError(ShardwiseError):
     """A rank failed; raised on every rank, with that rank's own words."""
 
 
+class CheckpointError(ShardwiseError):
+    """A checkpoint that cannot be written whole, or read as what it says it is."""
+
+
 class SimulationError(ShardwiseError):
     """Simulated ranks that wait for each other for ever, or a misuse of `simulate`."""
 

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from shardwise.sharding.beside import finish_beside
 from shardwise.sharding.errors import LaunchError
+from shardwise.sharding.meeting import meet
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_AGENT_VARIABLE = "TORCHELASTIC_RUN_ID"
+_SHARED_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 _TIMEOUT_VARIABLE = "SHARDWISE_TIMEOUT_SECONDS"
 _DEFAULT_TIMEOUT_SECONDS = 600.0
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -80,7 +84,11 @@ def launched() -> bool:
 
 
 def close_job() -> None:
-    """Close the default process group if there is one; ranks need not call it together."""
+    """Close the default process group if there is one; ranks need not call it together.
+
+    Saves that still go on in the background are finished first.
+    """
+    finish_beside()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -161,9 +169,21 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         ) from None
 
 
+def _store_of_this_start(
+    environ: Mapping[str, str], rank: int, world: int, timeout: datetime.timedelta
+) -> dist.Store | None:
+    """Under torchrun: its store, without what earlier starts have left; else torch's own choice."""
+    if _AGENT_VARIABLE not in environ or environ.get(_SHARED_VARIABLE) != "True":
+        return None
+    host, port = environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")
+    shared = dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
+    return dist.PrefixStore(meet(shared, rank, world, timeout.total_seconds()), shared)
+
+
 def _make_group(backend: str, rank: int, world: int, timeout: datetime.timedelta) -> None:
     try:
-        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
+        store = _store_of_this_start(os.environ, rank, world, timeout)
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout, store=store)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise LaunchError(

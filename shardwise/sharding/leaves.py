@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -35,6 +35,8 @@ class Home:
         device_mesh: torch's view of the mesh, for DTensor leaves.
         loss_scale: of the plan; what the numbers of a state's loss scale follow.
         half: whether float16 computes or carries gradients, so that the loss has a divisor.
+        transient: buffers that modules do not save (`persistent=False`).
+        origin: what made the state, for `reshard`; None for a state without a job.
     """
 
     buckets: tuple[Bucket, ...]
@@ -45,6 +47,8 @@ class Home:
     device_mesh: DeviceMesh
     loss_scale: LossScale | None = None
     half: bool = False
+    transient: frozenset[str] = frozenset()
+    origin: Any = field(default=None, compare=False, repr=False)
 
     def leaf(self, flat: Tensor, layout: Layout, path: str, home: str) -> DTensor:
         """One parameter-shaped leaf as a DTensor over a view of its bucket."""

@@ -5,9 +5,11 @@ A tensor lies in parts: its rows along one dimension, cut over some axes of some
 differ only in other axes hold the same part. A rank needs its target part, which overlaps some
 source parts; what it holds itself it copies, and each other piece it gets from one holder, chosen
 by its own number so that replicas share the work. All of that follows from the two layouts alone,
-so every rank knows what it sends and receives, and the bytes are known before anything moves. One
-all-to-all over the job fills one buffer: nothing larger than that buffer and its messages is ever
-held, and a rank sends nothing that the other has already.
+so every rank knows what it sends and receives, and the bytes are known before anything moves. A
+buffer is filled by all-to-alls over the job, and a rank sends nothing that the other has already.
+Each exchange carries a window of rows of every part, of whichever side has more parts, so that no
+rank sends or receives more than about `MESSAGE_BYTES` at once: nothing larger than the buffer and
+such messages is ever held.
 """
 
 from __future__ import annotations
@@ -20,57 +22,15 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.compat import copy_all
-from shardwise.sharding.layout import Entry, Layout
-from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.layout import Layout
+from shardwise.sharding.lying import Grid, Lying
 from shardwise.sharding.movement import Collective, Mover, finish
+
+MESSAGE_BYTES = 32 << 20
+"""That one rank sends or receives in one exchange, unless one row is larger."""
 
 JOB = "*"
 """The axis of a collective that all ranks of the job take part in, whatever their mesh."""
-
-
-class Grid:
-    """The parts that some axes of a mesh make, and the ranks that hold each.
-
-    >>> grid = Grid(Mesh(dp=2, fsdp=2), ("fsdp",))
-    >>> grid.part_of, grid.holders
-    ([0, 1, 0, 1], [[0, 2], [1, 3]])
-    """
-
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
-        self.mesh = mesh
-        self.axes = axes
-        self.part_of = [mesh.index(axes, mesh.coords(rank)) for rank in range(mesh.size)]
-        self.holders: list[list[int]] = [[] for _ in range(mesh.product(axes))]
-        for rank, part in enumerate(self.part_of):
-            self.holders[part].append(rank)
-
-    def holder_for(self, part: int, rank: int) -> int:
-        """Who gives a part to a rank that does not hold it."""
-        holders = self.holders[part]
-        return holders[rank % len(holders)]
-
-
-@dataclass(frozen=True)
-class Lying:
-    """How one tensor lies: its parts are rows along a dimension."""
-
-    grid: Grid
-    entry: Entry
-
-    def rows(self, part: int) -> tuple[int, int]:
-        """First row and end of a part; may be empty."""
-        dim, shape, block = self.entry.dim, self.entry.shape, self.entry.block
-        if len(self.grid.holders) == 1:
-            return 0, shape[dim] if shape else 1
-        start = min(part * block[dim], shape[dim])
-        return start, min(start + block[dim], shape[dim])
-
-    def parts_over(self, start: int, stop: int) -> range:
-        """The parts that have some of these rows."""
-        if len(self.grid.holders) == 1:
-            return range(1)
-        chunk = max(1, self.entry.block[self.entry.dim])
-        return range(start // chunk, min(-(-stop // chunk), len(self.grid.holders)))
 
 
 class Held(NamedTuple):
@@ -78,6 +38,22 @@ class Held(NamedTuple):
 
     lying: Lying
     block: Tensor
+
+
+class Window(NamedTuple):
+    """Rows of every part of one tensor that one exchange moves, counted from the part's first.
+
+    Args:
+        path: of the tensor.
+        first: first row.
+        stop: end of the rows.
+        of_source: whether parts are those of the source, else of the target.
+    """
+
+    path: str
+    first: int
+    stop: int
+    of_source: bool
 
 
 class Piece(NamedTuple):
@@ -135,13 +111,17 @@ class Exchange:
 
 
 def plan_fill(fill: Fill, rank: int) -> tuple[Exchange, ...]:
-    """The exchanges of a fill, one for each dtype on the wire; nothing moves.
+    """The exchanges of a fill, by dtype on the wire and of bounded messages; nothing moves.
 
     Args:
         fill: the buffer.
         rank: this rank.
     """
-    return tuple(_plan(fill, dtype, paths, rank) for dtype, paths in fill.wires().items())
+    return tuple(
+        _plan(fill, dtype, windows, rank)
+        for dtype, paths in fill.wires().items()
+        for windows in _batches(fill, dtype, paths)
+    )
 
 
 def run_exchange(exchange: Exchange, mover: Mover) -> None:
@@ -166,25 +146,77 @@ def run_exchange(exchange: Exchange, mover: Mover) -> None:
     _copy([*targets, *own], [*received, *values])
 
 
+def received_bytes(exchange: Exchange) -> int:
+    """Bytes that an exchange brings to this rank."""
+    numels = (_numel(exchange.fill, piece) for piece in exchange.receives)
+    return exchange.dtype.itemsize * sum(numels)
+
+
 def _copy(targets: list[Tensor], values: list[Tensor]) -> None:
     if targets:
         copy_all(targets, values)
 
 
-def _plan(fill: Fill, dtype: torch.dtype, paths: Sequence[str], rank: int) -> Exchange:
+def _batches(fill: Fill, dtype: torch.dtype, paths: Sequence[str]) -> Iterator[list[Window]]:
+    """Windows in groups whose messages stay within the bound; alike on every rank."""
+    batch: list[Window] = []
+    held = 0
+    for path in paths:
+        for window, nbytes in _windows(fill, dtype, path):
+            if batch and held + nbytes > MESSAGE_BYTES:
+                yield batch
+                batch, held = [], 0
+            batch.append(window)
+            held += nbytes
+    if batch:
+        yield batch
+
+
+def _windows(fill: Fill, dtype: torch.dtype, path: str) -> Iterator[tuple[Window, int]]:
+    """One tensor's windows, each with the most bytes that any rank sends or receives of it."""
+    source, target = fill.sources[path].lying, fill.lying(path)
+    of_source = len(source.grid.holders) > len(target.grid.holders)
+    side = source if of_source else target
+    entry = side.entry
+    rows = entry.block[entry.dim] if entry.shape else 1
+    if _stays(source, target) or entry.numel == 0:
+        yield Window(path, 0, rows, of_source), 0
+        return
+    takers = _overlap(source, target) * len(target.grid.holders[0])
+    givers = _overlap(target, source) if of_source else 1
+    factor = max(min(takers, source.grid.mesh.size), givers)
+    row_bytes = entry.numel // rows * dtype.itemsize * factor
+    count = max(1, MESSAGE_BYTES // row_bytes)
+    for first in range(0, rows, count):
+        stop = min(first + count, rows)
+        yield Window(path, first, stop, of_source), (stop - first) * row_bytes
+
+
+def _overlap(part: Lying, others: Lying) -> int:
+    """How many parts of the other side one part overlaps at most."""
+    count = len(others.grid.holders)
+    if not part.entry.shape or count == 1:
+        return 1
+    if part.entry.dim != others.entry.dim:
+        return count
+    mine, theirs = part.entry.block[part.entry.dim], others.entry.block[others.entry.dim]
+    return min(count, -(-mine // max(1, theirs)) + 1)
+
+
+def _plan(fill: Fill, dtype: torch.dtype, windows: Sequence[Window], rank: int) -> Exchange:
     sends: list[Piece] = []
     receives: list[Piece] = []
     own: list[Piece] = []
-    for path in paths:
-        source, target = fill.sources[path].lying, fill.lying(path)
-        sends += _sent(path, source, target, rank)
-        for piece in _needed(path, source, target, rank):
+    for window in windows:
+        source, target = fill.sources[window.path].lying, fill.lying(window.path)
+        sends += _sent(window, source, target, rank)
+        for piece in _needed(window, source, target, rank):
             (own if piece.peer == rank else receives).append(piece)
     # The sort is stable: between two ranks the order stays that of the layout, on both sides.
     sends.sort(key=lambda piece: piece.peer)
     receives.sort(key=lambda piece: piece.peer)
     item = None
-    if any(not _stays(fill.sources[path].lying, fill.lying(path)) for path in paths):
+    if any(not _stays(fill.sources[one.path].lying, fill.lying(one.path)) for one in windows):
         nbytes = dtype.itemsize * sum(_numel(fill, piece) for piece in sends)
         item = Collective("all_to_all", JOB, nbytes, fill.unit, "carry", dtype)
     return Exchange(fill, dtype, tuple(sends), tuple(receives), tuple(own), item)
@@ -199,30 +231,30 @@ def _stays(source: Lying, target: Lying) -> bool:
     return same and finer[: len(axes)] == axes
 
 
-def _needed(path: str, source: Lying, target: Lying, rank: int) -> Iterator[Piece]:
+def _needed(window: Window, source: Lying, target: Lying, rank: int) -> Iterator[Piece]:
     """What this rank's target part is made of; the peer is the rank itself where it has it."""
-    target_rows = target.rows(target.grid.part_of[rank])
+    here = target.grid.part_of[rank]
     mine = source.grid.part_of[rank]
-    for part in _overlapping(source, target, target_rows):
-        rows = _common(source, target, source.rows(part), target_rows)
+    for part in _overlapping(source, target, target.rows(here)):
+        rows = _common(window, source, target, source.rows(part), target.rows(here))
         if rows is not None:
             peer = rank if part == mine else source.grid.holder_for(part, rank)
-            yield Piece(path, peer, *rows)
+            yield Piece(window.path, peer, *rows)
 
 
-def _sent(path: str, source: Lying, target: Lying, rank: int) -> Iterator[Piece]:
+def _sent(window: Window, source: Lying, target: Lying, rank: int) -> Iterator[Piece]:
     """What other ranks need of this rank's part and take from this rank."""
     mine = source.grid.part_of[rank]
     if len(source.grid.holders) == 1:
         return
     source_rows = source.rows(mine)
     for part in _overlapping(target, source, source_rows):
-        rows = _common(source, target, source_rows, target.rows(part))
+        rows = _common(window, source, target, source_rows, target.rows(part))
         if rows is None:
             continue
         for peer in target.grid.holders[part]:
             if source.grid.part_of[peer] != mine and source.grid.holder_for(mine, peer) == rank:
-                yield Piece(path, peer, *rows)
+                yield Piece(window.path, peer, *rows)
 
 
 def _overlapping(parts: Lying, other: Lying, rows: tuple[int, int]) -> range:
@@ -233,13 +265,26 @@ def _overlapping(parts: Lying, other: Lying, rows: tuple[int, int]) -> range:
 
 
 def _common(
-    source: Lying, target: Lying, source_rows: tuple[int, int], target_rows: tuple[int, int]
+    window: Window,
+    source: Lying,
+    target: Lying,
+    source_rows: tuple[int, int],
+    target_rows: tuple[int, int],
 ) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """The rows that two parts have in common inside of a window."""
+    if window.of_source:
+        source_rows = _clipped(window, source_rows)
+    else:
+        target_rows = _clipped(window, target_rows)
     if source.entry.dim == target.entry.dim:
         start, stop = max(source_rows[0], target_rows[0]), min(source_rows[1], target_rows[1])
         source_rows = target_rows = (start, stop)
     empty = source_rows[0] >= source_rows[1] or target_rows[0] >= target_rows[1]
     return None if empty else (source_rows, target_rows)
+
+
+def _clipped(window: Window, rows: tuple[int, int]) -> tuple[int, int]:
+    return rows[0] + window.first, min(rows[1], rows[0] + window.stop)
 
 
 def _source_view(fill: Fill, piece: Piece) -> Tensor:

@@ -145,6 +145,13 @@ class _Grouped:
         dist.all_gather_object(values, value, group=self._everyone)
         return values
 
+    def beside(self) -> Transport:
+        """See `make_beside`."""
+        kind = "cuda" if dist.get_backend(self._everyone) == "nccl" else "cpu"
+        waits = timeout_of(self._everyone, kind)
+        made: Any = dist.new_group(backend="gloo", timeout=waits)
+        return Gloo({}, made)
+
 
 class Gloo(_Grouped):
     """CPU ranks over gloo; see [Note: gloo]."""
@@ -291,3 +298,19 @@ def make_transport(device_mesh: DeviceMesh, *, timeout: float | None = None) -> 
             groups[name] = group
     backend = str(dist.get_backend())
     return Gloo(groups, everyone) if "gloo" in backend else Native(groups, everyone)
+
+
+def make_beside(transport: Transport) -> Transport:
+    """The exchanges of all ranks for another thread, on the host; see [Note: beside training].
+
+    A collective: every rank calls it, in the same order as what else uses the job's groups.
+
+    Args:
+        transport: of training; that of a world of one serves itself.
+    """
+    return transport.beside() if isinstance(transport, _Grouped) else transport
+
+
+def spans_processes(transport: Transport) -> bool:
+    """Whether ranks are processes of a job, and not simulated or alone."""
+    return isinstance(transport, _Grouped)

@@ -21,15 +21,23 @@ from torch import Tensor
 
 from shardwise.optim.loss_scale import init_loss_scale
 from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.derived import LossScale
 from shardwise.sharding.errors import StateError, summarise
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.leaves import Flats, Home
 from shardwise.sharding.lifted import Lifted
-from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.lying import Grid, Lying, grids_of
 from shardwise.sharding.movement import Collective, Mover, payload_bytes
 from shardwise.sharding.opt_state import groups_of
 from shardwise.sharding.plan import Plan
-from shardwise.sharding.relocate import Exchange, Fill, Grid, Held, Lying, plan_fill, run_exchange
+from shardwise.sharding.relocate import (
+    Exchange,
+    Fill,
+    Held,
+    plan_fill,
+    received_bytes,
+    run_exchange,
+)
 from shardwise.sharding.scaling import LossScaleState
 from shardwise.sharding.state import Life, State, adopt
 from shardwise.transforms.carry_opt import OptCarry
@@ -47,12 +55,14 @@ class Carried:
         fresh: parameters that only the new one trains; they start with fresh optimizer state.
         dropped: parameters that only the old one trained; their optimizer state is left behind.
         items: the collectives of this rank, in order.
+        received_bytes: that they bring to this rank.
     """
 
     kept: tuple[str, ...]
     fresh: tuple[str, ...]
     dropped: tuple[str, ...]
     items: tuple[Collective, ...]
+    received_bytes: int = 0
 
     def __str__(self) -> str:
         lines = [
@@ -88,6 +98,7 @@ class FromState:
             fresh=tuple(path for path in target if path not in source),
             dropped=tuple(path for path in source if path not in target),
             items=carry.items,
+            received_bytes=sum(map(received_bytes, carry.exchanges)),
         )
 
 
@@ -147,6 +158,8 @@ def carry_state(
     for exchange in carry.exchanges:
         run_exchange(exchange, mover)
     mover.end()
+    for name in carry.rounded:
+        carry.flats[name].copy_(carry.masters[name])
     state = carry.state
     return replace(
         state,
@@ -174,6 +187,7 @@ class _Carry:
     masters: Flats
     opt: Any
     exchanges: tuple[Exchange, ...]
+    rounded: tuple[str, ...]
 
     @property
     def items(self) -> tuple[Collective, ...]:
@@ -189,7 +203,7 @@ def _plan(given: State, lowering: Lowering, device: torch.device) -> _Carry:
     """
     state = adopt(given)
     _check_model(state, lowering)
-    old_grid, new_grid = _grids(state.home.mesh), _grids(lowering.plan.mesh)
+    old_grid, new_grid = grids_of(state.home.mesh), grids_of(lowering.plan.mesh)
     # First, as an optimizer's init sees parameters to be thrown away: later they would be a peak.
     place = lowering.plan.mesh.coords(state.home.rank)
     fresh = init_opt(lowering.stepping, place, device)
@@ -204,29 +218,24 @@ def _plan(given: State, lowering: Lowering, device: torch.device) -> _Carry:
         fills.append(Fill(bucket.unit, target, layout, new_grid(layout.axes), sources))
         return target
 
+    rounded: list[str] = []
     for bucket in lowering.all_buckets:
-        flats[bucket.name] = fill(bucket, bucket.params)
         if bucket.has_master and bucket.opt:
             masters[bucket.name] = fill(bucket, bucket.opt)
+        layout = bucket.params
+        if bucket.has_master and bucket.opt and bucket.opt.cast(layout.dtype) == layout:
+            # Each rank has the masters of its own rows.
+            flats[bucket.name] = torch.zeros(layout.length, dtype=layout.dtype, device=device)
+            rounded.append(bucket.name)
+        else:
+            flats[bucket.name] = fill(bucket, layout)
     opt = OptCarry(groups_of(state.home), lowering.stepping.groups, old_grid, new_grid)
     opt_flats = opt.carry(state.opt_flats, fresh)
     if opt.faults:
         raise _other_optimizer(opt.faults)
     planned = (plan_fill(one, state.home.rank) for one in [*fills, *opt.fills])
     exchanges = tuple(itertools.chain.from_iterable(planned))
-    return _Carry(state, flats, masters, opt_flats, exchanges)
-
-
-def _grids(mesh: Mesh) -> Callable[[tuple[str, ...]], Grid]:
-    """Makes each grid of a mesh once."""
-    known: dict[tuple[str, ...], Grid] = {}
-
-    def grid(axes: tuple[str, ...]) -> Grid:
-        if axes not in known:
-            known[axes] = Grid(mesh, axes)
-        return known[axes]
-
-    return grid
+    return _Carry(state, flats, masters, opt_flats, exchanges, tuple(rounded))
 
 
 def _parameters(state: State, grid: Callable[[tuple[str, ...]], Grid]) -> dict[str, Held]:
@@ -245,15 +254,27 @@ def _trained(buckets: tuple[Bucket, ...]) -> tuple[str, ...]:
     return tuple(path for bucket in buckets if bucket.opt for path in bucket.paths)
 
 
-def _scaling(old: LossScaleState, home: Home, plan: Plan) -> LossScaleState:
-    """The loss scale with its counters where both programs scale alike; a fresh one with counts."""
-    kept = init_loss_scale(plan.loss_scale, half=plan.uses_half)._asdict()
-    was, now = home.loss_scale, plan.loss_scale
+def kept_of_scaling(was: LossScale | None, plan: Plan, *, half: bool) -> tuple[str, ...]:
+    """What a program keeps of the loss scale of another one; the rest starts fresh.
+
+    Args:
+        was: how the other plan scales the loss.
+        plan: of the program.
+        half: whether the other plan computes in float16.
+    """
+    now = plan.loss_scale
     names = ["skipped", "skipped_in_a_row"]
     if was == now or (was and now and was.dynamic and now.dynamic):
         names += ["scale", "good_steps", "hysteresis"]
-    if home.half == plan.uses_half:
+    if half == plan.uses_half:
         names += ["divisor"]
+    return tuple(names)
+
+
+def _scaling(old: LossScaleState, home: Home, plan: Plan) -> LossScaleState:
+    """The loss scale with its counters where both programs scale alike; a fresh one with counts."""
+    kept = init_loss_scale(plan.loss_scale, half=plan.uses_half)._asdict()
+    names = kept_of_scaling(home.loss_scale, plan, half=home.half)
     return LossScaleState(**kept | {name: getattr(old, name).clone() for name in names})
 
 

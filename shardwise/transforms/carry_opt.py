@@ -23,9 +23,10 @@ from torch import Tensor
 
 from shardwise.sharding.buckets import Group
 from shardwise.sharding.leaves import Flats
+from shardwise.sharding.lying import Grid, Lying
 from shardwise.sharding.opt_state import is_over, resting_keys
 from shardwise.sharding.pytree import NAMESPACE
-from shardwise.sharding.relocate import Fill, Grid, Held, Lying
+from shardwise.sharding.relocate import Fill, Held
 
 
 @dataclass

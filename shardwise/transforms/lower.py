@@ -18,12 +18,13 @@ from shardwise.sharding.plan import Plan
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import bind_buffers, find_buffers, read_buffers
 from shardwise.transforms.casts import cast_buffers
+from shardwise.transforms.joining import bind
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.memory import Memory, predict_memory
 from shardwise.transforms.micro import first_micro
 from shardwise.transforms.order import registration_order
 from shardwise.transforms.precision import warn_of_lost_updates
-from shardwise.transforms.program import Program, bind
+from shardwise.transforms.program import Program
 from shardwise.transforms.regions import Region
 from shardwise.transforms.trace import LossFunction, trace
 

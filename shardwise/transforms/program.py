@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.sharding.compat import device_mesh_without_backend
-from shardwise.sharding.errors import MeshError, SimulationError, strict_keywords
+from shardwise.sharding.beside import Beside
+from shardwise.sharding.errors import SimulationError, strict_keywords
 from shardwise.sharding.gradients import Grads
-from shardwise.sharding.job import join_job
 from shardwise.sharding.lifted import Lifted
-from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.movement import Collective, Transport
+from shardwise.sharding.movement import Collective
 from shardwise.sharding.plan import call_site
-from shardwise.sharding.simulation import Simulated, World, current_world
+from shardwise.sharding.simulation import World
 from shardwise.sharding.state import State
-from shardwise.sharding.transport import Alone, make_transport
+from shardwise.transforms.background import Writing
 from shardwise.transforms.carry import FromState
 from shardwise.transforms.desync import agreed, watched
+from shardwise.transforms.importing import FromFiles
 from shardwise.transforms.initialise import FromModule
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.metrics import Metrics
 from shardwise.transforms.micro import MicroBatches
 from shardwise.transforms.module_init import InitModule
 from shardwise.transforms.rank_program import RankProgram
+from shardwise.transforms.restoring import FromCheckpoint, from_checkpoint
+from shardwise.transforms.saving import absolute
 from shardwise.transforms.uneven import Parts, even_batch, own_part
 
 T = TypeVar("T")
@@ -60,15 +61,17 @@ class Program:
     @strict_keywords
     def init(
         self,
-        source: int | FromModule | FromState = 0,
+        source: int | FromModule | FromState | FromCheckpoint | FromFiles = 0,
         *,
         seed: int | None = None,
         init: InitModule | None = None,
     ) -> State:
-        """A fresh state, or the state of another program carried over.
+        """A fresh state, or the state of another program carried over or read from disk.
 
         Args:
-            source: a seed, `from_module(model)`, or `from_state(state)`.
+            source: a seed, `from_module(model)`, `from_state(state)`, `from_checkpoint(path)`, or
+                files of other systems: `from_safetensors`, `from_deepspeed`, `from_dcp` and
+                `from_torch_save`.
             seed: the same as `source`, by name; beside another source, what dropout draws from.
             init: called for each module after its own `reset_parameters`, as `module.apply` would.
 
@@ -76,10 +79,10 @@ class Program:
             InitError: parameters or buffers that no init touched, or that the module lacks.
             StateError: the state that is carried over is of another model or optimizer.
         """
-        if init is not None and not isinstance(source, int):
+        if init is not None and isinstance(_same(source), FromModule | FromState):
             warnings.warn("init= has no effect: this source has all values.", stacklevel=3)
 
-        def run(rank: RankProgram, source: int | FromModule | FromState) -> State:
+        def run(rank: RankProgram, source: Any) -> State:
             return _call(rank, "init", None, lambda: rank.init(source, seed, init))
 
         return self._each(run, source)
@@ -164,6 +167,88 @@ class Program:
 
         return _same(self._each(run, state, batch))
 
+    @strict_keywords
+    def save(self, path: str | os.PathLike[str], state: State, *, overwrite: bool = False) -> None:
+        """Write a state to a directory; complete and on disk when this returns, on every rank.
+
+        Each rank writes what it holds, once among replicas, into a hidden directory beside `path`;
+        when all have, it is renamed. A crash leaves `path` as it was. The state stays usable, and
+        beside it a save holds 16 MiB. Its only exchanges are two votes, and a third the first time.
+
+        Args:
+            path: the directory to be made, with those above it; the same on all ranks, on a file
+                system that they share.
+            state: of this program.
+            overwrite: replace a checkpoint of that name. Where the system cannot exchange two
+                names in one step, the old one is set aside for a moment; after a crash in it
+                `restore` finds it there.
+
+        Raises:
+            CheckpointError: a rank could not write (disk full, no permission), there is a
+                checkpoint of that name, or not all ranks call this; on every rank, and nothing is
+                left of the save.
+        """
+        site = call_site()
+
+        def run(rank: RankProgram, state: State) -> None:
+            def save() -> None:
+                rank.background.settle()
+                rank.saver.save(path, state, overwrite=overwrite, at=site)
+
+            _call(rank, "save", state, save)
+
+        self._each(run, state)
+
+    @strict_keywords
+    def save_async(
+        self, path: str | os.PathLike[str], state: State, *, overwrite: bool = False
+    ) -> Writing:
+        """Write a state to a directory while training goes on; complete when `wait` returns.
+
+        Returns when this rank has copied what it writes to host memory, which is kept for later
+        saves; steps taken meanwhile do not change what is written. One save is in flight at a time:
+        another one, or a restore, waits for it first, and raises what it has raised. The process
+        ends when its save has ended. The first call makes a group of all ranks for the thread;
+        later ones have no collective but the votes of that thread.
+
+        Args:
+            path: as for `save`.
+            state: of this program; may be given to `step` at once.
+            overwrite: as for `save`.
+
+        Returns:
+            What tells when it is complete, and how long training has waited.
+
+        Raises:
+            CheckpointError: the save before has failed; on every rank.
+        """
+        site, start = call_site(), time.perf_counter()
+
+        def run(rank: RankProgram, state: State) -> Beside | None:
+            def save() -> Beside | None:
+                return rank.background.save(path, state, overwrite=overwrite, at=site)
+
+            return _call(rank, "save_async", state, save)
+
+        thread = _same(self._each(run, state))
+        held = self._ranks[0].background.copy_bytes
+        return Writing(str(absolute(path)), time.perf_counter() - start, held, thread)
+
+    @strict_keywords
+    def restore(self, path: Any, *, partial: Sequence[str] | str = (), cast: bool = False) -> State:
+        """What `save` has written, under whatever plan: `init(from_checkpoint(path, ...))`.
+
+        Args:
+            path: of the checkpoint.
+            partial: see `from_checkpoint`.
+            cast: likewise.
+
+        Raises:
+            CheckpointError: there is no checkpoint, it is damaged, or it does not fit; the same
+                report on every rank.
+        """
+        return self.init(from_checkpoint(path, partial=partial, cast=cast))
+
     def agree(self, value: bool) -> bool:
         """Whether `value` is true on every rank; one packed reduction.
 
@@ -223,6 +308,25 @@ class Program:
         return Lifted(
             self._world.run(lambda rank: run(self._ranks[rank], *(a.ranks[rank] for a in lifted)))
         )
+
+
+def on_each(program: Program, call: str, run: Callable[..., T], *args: Any) -> Any:
+    """Run something on this rank of a program, or on all simulated ones; all ranks call it.
+
+    Args:
+        program: whose ranks.
+        call: its name, for errors.
+        run: gets the rank, and its own part of the arguments.
+        args: lifted where ranks differ.
+
+    Returns:
+        What it returned; lifted in a simulation.
+    """
+
+    def named(rank: RankProgram, *own: Any) -> T:
+        return _call(rank, call, None, lambda: run(rank, *own))
+
+    return program._each(named, *args)
 
 
 _PREDICTED: Mapping[str, Callable[[Lowering], Sequence[Collective]]] = {
@@ -289,56 +393,4 @@ def _other_size(arg: Lifted, ranks: int) -> SimulationError:
         fix="pass what this program, or one on a mesh of as many ranks, has returned",
         has=len(arg.ranks),
         needs=ranks,
-    )
-
-
-def bind(
-    lowering: Lowering,
-    *,
-    device: torch.device | str | None = None,
-    debug: bool = False,
-    timeout: float | None = None,
-) -> Program:
-    """See `Lowered.bind`."""
-    mesh = lowering.plan.mesh
-    world = current_world()
-    where = torch.device(device) if device else _default_device(simulated=world is not None)
-
-    def on(rank: int, transport: Transport, device_mesh: DeviceMesh) -> RankProgram:
-        with torch.inference_mode(False):
-            return RankProgram(
-                lowering, rank, transport, device_mesh=device_mesh, device=where, debug=debug
-            )
-
-    if world is not None:
-        _check_world(mesh, world.mesh.size, f"simulate({world.mesh!r})", world.mesh == mesh)
-        meshes = [device_mesh_without_backend(mesh, r, where.type) for r in range(mesh.size)]
-        return Program([on(r, Simulated(world, r), m) for r, m in enumerate(meshes)], world)
-    job = join_job(where.type, timeout=timeout)
-    _check_world(mesh, job.world, f"this job of {job.world} ranks", job.world == mesh.size)
-    if job.world == 1 and not dist.is_initialized():
-        return Program([on(0, Alone(), device_mesh_without_backend(mesh, 0, where.type))], None)
-    device_mesh = init_device_mesh(where.type, mesh.sizes, mesh_dim_names=mesh.names)
-    transport = make_transport(device_mesh, timeout=timeout)
-    return Program([on(job.rank, transport, device_mesh)], None)
-
-
-def _default_device(*, simulated: bool) -> torch.device:
-    if not simulated and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _check_world(mesh: Mesh, world: int, where: str, fits: bool) -> None:
-    if fits:
-        return
-    sizes = " * ".join(str(size) for size in mesh.sizes) or "1"
-    raise MeshError(
-        f"{mesh!r} does not fit {where}.",
-        where="lowered.bind()",
-        facts=[f"{sizes} == {mesh.size}; the job has {world} ranks."],
-        why="Every rank of the job has one position in the mesh.",
-        fix="use -1 for one axis, or start as many ranks as the mesh has",
-        size=mesh.size,
-        world=world,
     )

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.optim.loss_scale import init_loss_scale, next_divisor, next_loss_scale
+from shardwise.optim.loss_scale import next_divisor, next_loss_scale
 from shardwise.optim.norms import Norm
 from shardwise.sharding.functional import make_template
 from shardwise.sharding.gradients import Grads, rest_gradients
-from shardwise.sharding.leaves import Home
 from shardwise.sharding.movement import Mover, Transport, packed_items, packed_sum
 from shardwise.sharding.state import Life, State, adopt
+from shardwise.transforms.background import Background
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import (
     average_buffers,
@@ -26,20 +26,26 @@ from shardwise.transforms.buffer_sync import (
 )
 from shardwise.transforms.carry import FromState, carry_state
 from shardwise.transforms.casts import cast_buffers
+from shardwise.transforms.filling import first_state
 from shardwise.transforms.finite import (
     agree_on_fault,
     agree_on_range,
     checked_grads,
     nonfinite_flag,
 )
+from shardwise.transforms.importing import FromFiles, import_state
 from shardwise.transforms.initialise import FromModule, Shards, check_source, take_module
 from shardwise.transforms.loss import Loss, Mean, bad_count, no_gradient
 from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
+from shardwise.transforms.make_home import make_home
 from shardwise.transforms.metrics import Metrics, read_metrics
 from shardwise.transforms.module_init import InitModule, init_from_seed
 from shardwise.transforms.norms import group_norms, whole_norm
 from shardwise.transforms.passes import Passes, loss_multiplier
+from shardwise.transforms.resharding import Origin
+from shardwise.transforms.restoring import FromCheckpoint, restore_state
 from shardwise.transforms.runtime import Engine
+from shardwise.transforms.saving import Saver
 from shardwise.transforms.scalars import changed_metrics, check_counts, other_metrics, pack_scalars
 from shardwise.transforms.settle import Failure, agree_on_batch, raise_together, settle
 from shardwise.transforms.stepping import init_opt
@@ -90,7 +96,10 @@ class RankProgram:
         self.engine = Engine(units)
         casts = plan.precision.casts
         self.stage = Stage(self.template, plan.units, self.engine, plan.remat, casts)
-        self.home = make_home(lowering, rank, device_mesh)
+        origin = Origin(lowering, transport, device)
+        self.home = replace(make_home(lowering, rank, device_mesh), origin=origin)
+        self.saver = Saver(plan, self.home, self.mover, device)
+        self.background = Background(self.saver, self.mover, device)
         self._settled = False
         self.debug = debug
         self.passes = Passes(
@@ -101,19 +110,19 @@ class RankProgram:
 
     def init(
         self,
-        source: int | FromModule | FromState,
+        source: int | FromModule | FromState | FromCheckpoint | FromFiles,
         seed: int | None = None,
         init: InitModule | None = None,
     ) -> State:
-        """A fresh state from a seed or a module's values, or another program's state carried over.
+        """A fresh state from a seed or a module's values, or one of another program or of a file.
 
         Raises:
             InitError: some value is missing; every rank raises.
             StateError: the state that is carried does not fit; every rank raises.
             RankError: an init failed on another rank.
         """
-        if isinstance(source, FromState):
-            return self._carried(source, seed)
+        if isinstance(source, FromState | FromCheckpoint | FromFiles):
+            return self._taken(source, seed, init)
         plan = self.lowering.plan
         shards = Shards(self.lowering.all_buckets, plan.mesh, self.mover.coords, self.device)
         seed = self._agree_seed(seed if seed is not None else source)
@@ -136,15 +145,25 @@ class RankProgram:
             buffers = {name: source.tensors[name].to(self.device) for name in buffers}
         return self._first_state(shards, buffers, seed)
 
-    def _carried(self, source: FromState, seed: int | None) -> State:
-        state = carry_state(
-            source,
-            self.lowering,
-            self.home,
-            self.mover,
-            buffers=cast_buffers(self._buffers, self.lowering.plan.precision.buffers),
-            device=self.device,
-        )
+    def _taken(
+        self,
+        source: FromState | FromCheckpoint | FromFiles,
+        seed: int | None,
+        init: InitModule | None,
+    ) -> State:
+        """A state that is somewhere else, as one of this program."""
+        place = (self.lowering, self.home, self.mover)
+        buffers = cast_buffers(self._buffers, self.lowering.plan.precision.buffers)
+        about: dict[str, Any] = {"buffers": buffers, "device": self.device}
+        if isinstance(source, FromState):
+            state = carry_state(source, *place, **about)
+        elif isinstance(source, FromCheckpoint):
+            self.background.settle()
+            about |= {"initial": lambda seed: self.init(seed, init=init), "seed": seed}
+            state = restore_state(source, *place, **about)
+        else:
+            about["initial"] = lambda: self.init(seed or 0, init=init)
+            state = import_state(source, *place, **about)
         if seed is None:
             return state
         return replace(state, seed=torch.tensor(self._agree_seed(seed), dtype=torch.int64))
@@ -154,18 +173,14 @@ class RankProgram:
         buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         for buffer in buffers.values():
             self.mover.transport.broadcast(buffer)
-        return State(
-            home=self.home,
+        return first_state(
+            self.lowering,
+            self.home,
             flats=shards.flats,
             masters=shards.masters,
-            opt_flats=init_opt(self.lowering.stepping, self.mover.coords, self.device),
-            buffer_values=buffers,
-            seed=torch.tensor(seed, dtype=torch.int64),
-            count=torch.zeros((), dtype=torch.int64),
-            scaling=init_loss_scale(
-                self.lowering.plan.loss_scale, half=self.lowering.plan.uses_half
-            ),
-            extra_value=None,
+            opt=init_opt(self.lowering.stepping, self.mover.coords, self.device),
+            buffers=buffers,
+            seed=seed,
         )
 
     def _agree_seed(self, given: int | FromModule) -> int:
@@ -218,8 +233,15 @@ class RankProgram:
         )
         return Grads(self.home, landed, used, buffers, fault, count), metrics
 
-    def update(self, state: State, grads: Grads) -> tuple[State, dict[Norm, Tensor], str]:
+    def update(
+        self, state: State, grads: Grads, *, reuse_grads: bool = False
+    ) -> tuple[State, dict[Norm, Tensor], str]:
         """One optimizer step in place, unless some gradient is not finite.
+
+        Args:
+            state: written to.
+            grads: from `grads`.
+            reuse_grads: let the update write to them.
 
         Returns:
             The new state, the norms that were needed, and why the step was skipped.
@@ -240,7 +262,9 @@ class RankProgram:
             return replace(state, scaling=scaling, life=Life()), {}, fault
         self.mover.expect(self.lowering.update_items)
         try:
-            opt_flats, norms = run_update(self.mover, self.lowering, state, grads)
+            opt_flats, norms = run_update(
+                self.mover, self.lowering, state, grads, reuse_grads=reuse_grads
+            )
             self.mover.end()
         except BaseException:
             # Some buckets may hold new values and some old ones.
@@ -260,7 +284,7 @@ class RankProgram:
         """`update` of `grads`."""
         grads, metrics = self.grads(state, batch)
         ran = self.mover.executed
-        state, norms, _ = self.update(state, grads)
+        state, norms, _ = self.update(state, grads, reuse_grads=True)
         self.mover.executed = [*ran, *self.mover.executed]
         groups = group_norms(norms)
         return state, replace(metrics, grad_norm=whole_norm(norms), group_norms=groups)
@@ -367,28 +391,3 @@ class RankProgram:
             raise_together(self.mover.transport.gather_objects(str(failure)), failure, doing)
         finally:
             failure.take()  # also where a simulated peer has ended this rank
-
-
-def make_home(lowering: Lowering, rank: int, device_mesh: DeviceMesh) -> Home:
-    """Specs and layouts of one rank's leaves."""
-    plan = lowering.plan
-    landing = {
-        path: (plan.opt if bucket.lands_in_opt else plan.grads)[path].with_(
-            dtype=plan.grads[path].dtype
-        )
-        for bucket in lowering.all_buckets
-        if bucket.trainable
-        for path in bucket.paths
-    }
-    aliases = {alias: info.path for info in plan.infos for alias in info.aliases}
-    specs = {"params": plan.params, "opt": plan.opt, "landing": landing}
-    return Home(
-        lowering.all_buckets,
-        specs,
-        aliases,
-        plan.mesh,
-        rank,
-        device_mesh,
-        loss_scale=plan.loss_scale,
-        half=plan.uses_half,
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +32,8 @@ from shardwise.transforms.outputs import replace_tensors
 from shardwise.transforms.regions import Region
 
 LossFunction = Callable[[Any, Any], Any]
+Sites = Mapping[str, Sequence[tuple[dict[str, Any], str]]]
+"""By the name of a buffer, the tables that hold it and its key in each."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ def trace(
     loss_fn: LossFunction,
     batch: Any,
     *,
-    buffers: Mapping[str, Sequence[tuple[dict[str, Any], str]]],
+    buffers: Sites,
     device: torch.device,
     staying: frozenset[str],
 ) -> Trace:
@@ -229,44 +231,25 @@ def trace(
     held = {name: sites[0][0][sites[0][1]] for name, sites in buffers.items()}
     fakes = {name: mode.from_tensor(value) for name, value in held.items()}
     storages = {name: _storage(fake) for name, fake in fakes.items()}
-    aux: tuple[str, ...] | None = None
-    terms: tuple[str, ...] = ()
     flops = FlopCounterMode(display=False)
-    writes = _Writes()
-    draws = TracedDraws()
-    note = ""
+    run = _Run(stage, loss_fn, mode, device)
     try:
         _hold(buffers, fakes)
-        with mode:
-            inputs = tree_map(lambda leaf: _fake_input(leaf, mode, device), batch)
-        known = [*tracer.parameters, *tree_leaves(inputs), *fakes.values()]
-        saved = tracer.activations = Activations(known, flops.get_total_flops)
-        grad = torch.enable_grad()
-        with drawing(draws), _unlogged(), mode, grad, saved.hooks(), flops, writes:
-            tracer.enter("")
-            loss = parse_loss(loss_fn(stage.template.module, inputs), inputs)
-            aux, terms = tuple(loss.aux), tuple(loss.terms)
-        tracer.refuse_writes(writes.storages)
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        note = _where(error)
+        run(tracer, batch, fakes.values(), flops)
     finally:
-        written = tuple(
-            name
-            for name, sites in buffers.items()
-            if any(table[key] is not fakes[name] for table, key in sites)
-            or _storage(fakes[name]) != storages[name]
-            or storages[name] in writes.storages
-            or note  # what comes after the end of the trace may write any of them
-        )
+        written = _written(buffers, fakes, storages, run)
         _hold(buffers, held)
         tracer.close()
         stage.guide = guide
     seen = Trace(
-        tuple(tracer.events), aux, written, note, terms=terms, calls_dropout=draws.functional
+        tuple(tracer.events),
+        run.aux,
+        written,
+        run.note,
+        terms=run.terms,
+        calls_dropout=run.draws.functional,
     )
-    if note or tracer.activations is None:
+    if run.note or tracer.activations is None:
         return seen
     return replace(
         seen,
@@ -276,9 +259,56 @@ def trace(
     )
 
 
-def _hold(
-    buffers: Mapping[str, Sequence[tuple[dict[str, Any], str]]], values: Mapping[str, Tensor]
-) -> None:
+class _Run:
+    """One run of a loss function under all the modes of a trace, and what it left behind."""
+
+    def __init__(
+        self, stage: Stage, loss_fn: LossFunction, mode: FakeTensorMode, device: torch.device
+    ) -> None:
+        self._stage, self._loss_fn, self._mode, self._device = stage, loss_fn, mode, device
+        self.aux: tuple[str, ...] | None = None
+        self.terms: tuple[str, ...] = ()
+        self.note = ""
+        self.writes = _Writes()
+        self.draws = TracedDraws()
+
+    def __call__(
+        self, tracer: Tracer, batch: Any, buffers: Iterable[Tensor], flops: FlopCounterMode
+    ) -> None:
+        """Run it; what is not our error ends the trace with a note."""
+        mode = self._mode
+        try:
+            with mode:
+                inputs = tree_map(lambda leaf: _fake_input(leaf, mode, self._device), batch)
+            known = [*tracer.parameters, *tree_leaves(inputs), *buffers]
+            saved = tracer.activations = Activations(known, flops.get_total_flops)
+            grad = torch.enable_grad()
+            with drawing(self.draws), _unlogged(), mode, grad, saved.hooks(), flops, self.writes:
+                tracer.enter("")
+                loss = parse_loss(self._loss_fn(self._stage.template.module, inputs), inputs)
+                self.aux, self.terms = tuple(loss.aux), tuple(loss.terms)
+            tracer.refuse_writes(self.writes.storages)
+        except ShardwiseError:
+            raise
+        except Exception as error:
+            self.note = _where(error)
+
+
+def _written(
+    buffers: Sites, fakes: Mapping[str, Tensor], storages: Mapping[str, int], run: _Run
+) -> tuple[str, ...]:
+    """The buffers that a run has replaced or written."""
+    return tuple(
+        name
+        for name, sites in buffers.items()
+        if any(table[key] is not fakes[name] for table, key in sites)
+        or _storage(fakes[name]) != storages[name]
+        or storages[name] in run.writes.storages
+        or run.note  # what comes after the end of the trace may write any of them
+    )
+
+
+def _hold(buffers: Sites, values: Mapping[str, Tensor]) -> None:
     for name, sites in buffers.items():
         for table, key in sites:
             table[key] = values[name]

@@ -24,9 +24,17 @@ from shardwise.transforms.stepping import Step, Stepping
 
 @torch.no_grad()
 def run_update(
-    mover: Mover, lowering: Lowering, state: State, grads: Grads
+    mover: Mover, lowering: Lowering, state: State, grads: Grads, *, reuse_grads: bool = False
 ) -> tuple[Any, dict[Norm, Tensor]]:
-    """Write the new parameters into the state's buckets; return optimizer state and norms."""
+    """Write the new parameters into the state's buckets; return optimizer state and norms.
+
+    Args:
+        mover: the choke point.
+        lowering: what runs.
+        state: written to.
+        grads: normalised.
+        reuse_grads: nobody else will read them, so a factor may be applied where they are.
+    """
     members = [bucket for bucket in lowering.all_buckets if bucket.opt]
     landed: Flats = {}
     params: Flats = {}
@@ -47,7 +55,7 @@ def run_update(
         params=slices(members, params),
         grads=slices(members, landed),
         used=grads.used,
-        extra={"norms": norms} if norms else {},
+        extra={"norms": norms, "reuse_grads": reuse_grads} if norms else {},
     )
     unused = Unused(lowering.stepping, grads.used)
     opt_flats = widened(lowering.stepping, state.opt_flats)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.sharding.checkpoint.latest import read_manifest
 
 pytestmark = pytest.mark.simulated
 
@@ -44,7 +46,7 @@ def squares(model: nn.Module, x: Tensor) -> sw.Mean:
 
 
 @pytest.mark.parametrize("level", range(4))
-def test_dty_1_a_unit_of_mixed_dtypes_trains_as_on_one_process(level: int) -> None:
+def test_dty_1_a_unit_of_mixed_dtypes_trains_as_on_one_process(level: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(Mixed(), Mixed())
     x = torch.randn(4, 4)
@@ -67,8 +69,13 @@ def test_dty_1_a_unit_of_mixed_dtypes_trains_as_on_one_process(level: int) -> No
             state, _ = program.step(state, program.shard_batch(x))
             assert program.last_collectives == program.lowered.collectives()
         after = whole(state.params)
+        program.save(str(tmp_path / "saved"), state)
+        restored = whole(program.restore(str(tmp_path / "saved")).params)
+    stored = read_manifest(tmp_path / "saved").by_name
     for path, p in one.named_parameters():
-        assert after[path].dtype == own[path]
+        assert after[path].dtype == own[path] == stored[f"params/{path}"].dtype
+        assert restored[path].dtype == own[path]
+        assert torch.equal(restored[path], after[path]), path
         assert torch.equal(after[path], p.detach()), path
     buckets = lowered.buckets["0"]
     assert sorted(str(bucket.params.dtype) for bucket in buckets) == [

@@ -21,7 +21,7 @@ import shardwise as sw
 from examples import from_deepspeed, from_fsdp2, levels, own_optimizer, own_transform, two_homes
 
 FOLDER = Path(__file__).parents[2] / "examples"
-TESTED_ELSEWHERE = {"gpt", "quickstart"}
+TESTED_ELSEWHERE = {"gpt", "quickstart", "resume"}
 NAMES = (
     "adapters",
     "from_deepspeed",

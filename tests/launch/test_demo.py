@@ -98,8 +98,8 @@ def test_a_saved_model_writes_the_same_text(tmp_path: Path) -> None:
 def test_without_a_terminal_progress_is_a_few_lines() -> None:
     out = io.StringIO()
     with progress(Console(file=out, width=200), steps=45, predicted_bytes=2048) as advance:
-        for _ in range(45):
-            advance(loss=2.5, tokens_per_second=1234.0, rest_bytes=2048)
+        for step in range(1, 46):
+            advance(step=step, loss=2.5, tokens_per_second=1234.0, rest_bytes=2048)
     lines = out.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["20/45", "40/45", "45/45"]
     assert "loss 2.500  1,234 tokens/s  rest 2/2 KiB" in lines[0]
@@ -109,8 +109,8 @@ def test_the_live_bar_fits_a_terminal_of_80_columns() -> None:
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=True, color_system=None)
     with progress(console, steps=200, predicted_bytes=3_996_688) as advance:
-        for _ in range(200):
-            advance(loss=2.5, tokens_per_second=12345.0, rest_bytes=3_996_688)
+        for step in range(1, 201):
+            advance(step=step, loss=2.5, tokens_per_second=12345.0, rest_bytes=3_996_688)
     last = re.sub(r"\x1b\[[0-9?]*[A-Za-z]", "", out.getvalue()).splitlines()[-1]
     for word in ("200/200", "loss 2.500", "12,345 tokens/s", "rest 3,903/3,903 KiB", "0:00:0"):
         assert word in last
@@ -150,3 +150,14 @@ def test_the_command_checks_its_options() -> None:
     assert run(app, ["demo", "--zero", "4"]).exit_code == 2
     assert run(app, ["demo", "--ranks", "0"]).exit_code == 2
     assert "--check" in run(app, ["demo", "--help"], terminal_width=200).output
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [("x", "'x' is not STEP or STEP:RANK"), ("5:b", "'5:b' is not STEP"), ("5", "--checkpoint")],
+)
+def test_kill_at_needs_a_step_and_something_to_go_on_from(given: str, fix: str) -> None:
+    checkpoint = [] if given == "5" else ["--checkpoint", "runs/x"]
+    told = CliRunner().invoke(app, ["demo", "--kill-at", given, *checkpoint])
+    assert told.exit_code == 2
+    assert fix in " ".join(re.sub(r"\x1b\[[0-9;]*m|[^ -~]", " ", told.output).split())

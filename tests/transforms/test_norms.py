@@ -263,3 +263,28 @@ def test_a_group_that_selects_nothing_is_refused_when_lowered() -> None:
     optimizer = sw.optim.chain(sw.optim.clip_by_group_norm({"head": 1.0}), sw.optim.sgd(0.1))
     with pytest.raises(PatternError, match="pattern 'head' matches none of 8 paths"):
         sw.lower(plan, loss_fn, optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [sw.optim.adamw(0.01), sw.optim.sgd(0.1, momentum=0.9)])
+def test_a_step_clips_bit_for_bit_as_an_update_that_only_reads(
+    optimizer: sw.optim.GradientTransform,
+) -> None:
+    mesh = sw.Mesh(fsdp=2)
+    clipped = sw.optim.chain(sw.optim.clip_by_global_norm(1e-3), optimizer)
+    model = model_of(3).float()
+    batch = torch.randn(8, 3)
+    with sw.simulate(mesh):
+        program = sw.lower(sw.plan(model, mesh, sw.zero(2, "fsdp")), loss_fn, clipped).bind()
+        state, other = (program.init(sw.from_module(model)) for _ in range(2))
+        parts = program.shard_batch(batch)
+        grads, _ = program.grads(state, parts)
+        before = [{k: v.clone() for k, v in one.flats.items()} for one in grads.ranks]
+        state = program.update(state, grads)
+        other, metrics = program.step(other, parts)
+        values, others = (sw.to_global(one.params) for one in (state, other))
+    assert metrics.grad_norm is not None
+    assert metrics.grad_norm > 1e-2
+    for path, value in values.items():
+        assert torch.equal(value, others[path])
+    for one, flats in zip(grads.ranks, before, strict=True):
+        assert all(torch.equal(one.flats[key], flat) for key, flat in flats.items())
