@@ -174,7 +174,7 @@ def _export(state: State, mover: Mover, choice: _Choice, files: Files) -> None:
             writing.run(one)
         mover.end()
         writing.finish(choice.dtype)
-        raise_alike(mover.transport, writing.error, "export_safetensors")
+        raise_alike(mover.transport, writing.error, "export_safetensors", None)
     except BaseException:
         if mover.rank == 0:
             files.discard()

@@ -241,7 +241,7 @@ def import_state(
         _fill(state, found, home, {} if needs_init else {name: buffers[name] for name in absent})
     except Exception as one:
         error = one
-    raise_alike(mover.transport, error, "init")
+    raise_alike(mover.transport, error, "init", None)
     if found.told and home.rank == 0:
         warnings.warn(found.told, stacklevel=2)
     step = int(found.translated.numbers.get("step", 0))

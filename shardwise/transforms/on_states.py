@@ -37,9 +37,7 @@ def on_state(state: Any, call: str, run: Callable[[State, Mover], T]) -> list[T]
     return world.run(lambda rank: _one(state.ranks[rank], call, run, Simulated(world, rank)))
 
 
-def raise_alike(
-    transport: Transport, error: Exception | None, doing: str, about: str = ""
-) -> list[str]:
+def raise_alike(transport: Transport, error: Exception | None, doing: str, about: T) -> list[T]:
     """Raise on every rank what the first rank to fail has found, in the same words.
 
     Args:
@@ -53,7 +51,7 @@ def raise_alike(
     """
     mine = error if isinstance(error, ShardwiseError) else None
     other = Failure(error if mine is None else None)
-    told: list[tuple[ShardwiseError | None, str, str]] = transport.gather_objects(
+    told: list[tuple[ShardwiseError | None, str, T]] = transport.gather_objects(
         (mine, str(other), about)
     )
     raise_together([text for _, text, _ in told], other, doing)

@@ -10,7 +10,6 @@ state that exists, and a failure on one rank is raised on all.
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +34,7 @@ from shardwise.sharding.checkpoint.records import (
     values_of,
     with_values,
 )
-from shardwise.sharding.errors import CheckpointError, ShardwiseError, summarise
+from shardwise.sharding.errors import CheckpointError, summarise
 from shardwise.sharding.leaves import Home
 from shardwise.sharding.lifted import Lifted
 from shardwise.sharding.movement import Mover, Transport
@@ -46,7 +45,7 @@ from shardwise.transforms.casts import cast_buffers
 from shardwise.transforms.filling import blank_state, fill, read_bytes
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.make_home import home_without_job
-from shardwise.transforms.settle import Failure, raise_together
+from shardwise.transforms.on_states import raise_alike
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def restore_state(
             seed = _saved_seed(manifest, directory)
     except Exception as error:
         failure = error
-    _raise_alike(transport, failure)
+    raise_alike(transport, failure, "restore", None)
     assert match is not None
     if match.needs_init:
         state = initial(seed or 0)
@@ -187,7 +186,7 @@ def restore_state(
             state = state.with_extra(_extra(manifest, directory, home, device))
     except Exception as error:
         failure = error
-    _raise_alike(transport, failure, faults)
+    _check_copies(raise_alike(transport, failure, "restore", faults))
     if match.report.kept or match.report.ignored:
         _warn(match.report, home.rank)
     return replace(state, home=home)
@@ -285,7 +284,7 @@ def _told_manifest(
             text = manifest_text(directory_of(source.path)).encode()
         except Exception as error:
             failure = error
-    _raise_alike(transport, failure)
+    raise_alike(transport, failure, "restore", None)
     size = torch.tensor([len(text)], device=device)
     transport.broadcast(size)
     raw = torch.zeros(int(size), dtype=torch.uint8, device=device)
@@ -299,18 +298,9 @@ def _told_manifest(
         del raw
 
 
-def _raise_alike(transport: Transport, error: Exception | None, faults: Sequence[str] = ()) -> None:
-    """Raise on every rank what the first rank to fail has found, in the same words."""
-    mine = error if isinstance(error, ShardwiseError) else None
-    other = Failure(error if mine is None else None)
-    told: list[tuple[ShardwiseError | None, str, tuple[str, ...]]] = transport.gather_objects(
-        (mine, str(other), tuple(faults))
-    )
-    raise_together([text for _, text, _ in told], other, "restore")
-    first = next((one for one, _, _ in told if one is not None), None)
-    if first is not None:
-        raise copy.copy(first)
-    copies = tuple(dict.fromkeys(line for _, _, lines in told for line in lines))
+def _check_copies(told: Sequence[tuple[str, ...]]) -> None:
+    """Refuse tied tensors and shared numbers whose stored copies differ, on whatever rank."""
+    copies = tuple(dict.fromkeys(line for lines in told for line in lines))
     if copies:
         raise CheckpointError(
             f"{len(copies)} tensors are stored in copies that differ; nothing was loaded.",

@@ -27,7 +27,7 @@ from shardwise.testing.strategies import (
     moves,
     trainings,
 )
-from tests.transforms.carried import assert_bits, square
+from tests.transforms.carried import assert_bits, assert_close, square
 from tests.transforms.test_carry import loses_scale
 
 pytestmark = pytest.mark.simulated
@@ -149,13 +149,7 @@ def test_training_resumed_elsewhere_is_training_continued(
         with sw.simulate(b.plan.mesh):
             program = b.bind()
             state = run(program, program.restore(Path(place) / "a"), batches)
-    for name in ("params", "buffers"):
-        expected = sw.to_global(getattr(want, name))
-        for path, value in sw.to_global(getattr(state, name)).items():
-            torch.testing.assert_close(value, expected[path], rtol=1e-9, atol=1e-11)
-    got = optree.tree_leaves(sw.to_global(state.opt))
-    for x, y in zip(got, optree.tree_leaves(sw.to_global(want.opt)), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
+    assert_close(state, want)
     assert sw.to_global(state.step) == 2 * len(batches)
 
 

@@ -148,16 +148,17 @@ def test_arguments_that_do_not_pickle_are_refused() -> None:
         spawn(place, ranks=2, args=(lambda: None,))
 
 
+# One `write` a line: what two ranks print cannot mix.
 SCRIPT = """
     import os, sys, time
     import shardwise.launch
 
     def main(seconds):
         try:
-            print("rank", os.environ["RANK"], os.getpid(), flush=True)
+            os.write(1, f"rank {os.environ['RANK']} {os.getpid()}\\n".encode())
             time.sleep(seconds)
         finally:
-            print("left", flush=True)
+            os.write(1, b"left\\n")
         return int(os.environ["RANK"])
 
     if __name__ == "__main__" or len(sys.argv) > 2:

@@ -91,5 +91,16 @@ def whole(state: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): value for path, value in zip(paths, values, strict=True)}
 
 
+def assert_close(got: Any, want: Any) -> None:
+    """Two states of any plans, to law 1; masters are left out, as not every plan has them."""
+    ours, theirs = (
+        {name: value for name, value in whole(state).items() if not name.startswith("master.")}
+        for state in (got, want)
+    )
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-9, atol=1e-11, msg=name)
+
+
 def square(m: nn.Module, x: Tensor) -> Tensor:
     return m(x).square().mean()
