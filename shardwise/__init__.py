@@ -37,6 +37,7 @@ from shardwise.transforms.program import Program
 from shardwise.transforms.remat import name, remat, save
 from shardwise.transforms.resharding import reshard
 from shardwise.transforms.restoring import from_checkpoint
+from shardwise.transforms.tensor_parallel import sequence_parallel, tensor_parallel
 from shardwise.transforms.trace import like
 from shardwise.transforms.zero import (
     freeze,
@@ -96,11 +97,13 @@ __all__ = [
     "reshard",
     "rules",
     "save",
+    "sequence_parallel",
     "shard_grads",
     "shard_optimizer",
     "shard_params",
     "simulate",
     "spawn",
+    "tensor_parallel",
     "to_global",
     "tree_at",
     "zero",

@@ -26,7 +26,7 @@ from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.modules import ROOT
 from shardwise.sharding.precision import PrecisionEdit
 from shardwise.sharding.repeats import collapse, render_group
-from shardwise.sharding.spec import Spec, local_shape
+from shardwise.sharding.spec import Spec
 from shardwise.sharding.tree import selects
 from shardwise.sharding.units import ParamInfo
 
@@ -198,7 +198,10 @@ def _real(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
 
 
 def _local_bytes(derived: Derived, info: ParamInfo, spec: Spec) -> int:
-    block = local_shape(spec, info.shape, derived.mesh)
+    before, block = derived.compute[info.path], list(derived.tensor.block(info))
+    for dim, rows in enumerate(block):
+        axes = tuple(axis for axis in spec.dim_axes(dim) if axis not in before.dim_axes(dim))
+        block[dim] = -(-rows // derived.mesh.product(axes))
     return math.prod(block) * getattr(torch, spec.dtype).itemsize
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
-from shardwise.sharding.layout import Entry
+from shardwise.sharding.frames import Tile, clip, tiles_of
+from shardwise.sharding.layout import Entry, Layout
 from shardwise.sharding.mesh import Mesh
 
 
@@ -33,25 +35,71 @@ class Grid:
 
 @dataclass(frozen=True)
 class Lying:
-    """How one tensor lies: its parts are rows along a dimension."""
+    """How one tensor lies over ranks; its parts are numbered by tensor axes first.
+
+    Args:
+        grid: over the axes of the tensor's frame, if it has one, and then those of its layout.
+        entry: of the tensor in its layout.
+    """
 
     grid: Grid
     entry: Entry
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the global tensor."""
+        return self.entry.whole
+
+    @cached_property
+    def data_parts(self) -> int:
+        """Parts of one block."""
+        frame = self.entry.frame
+        places = 1 if frame is None else len(frame.cuts)
+        return len(self.grid.holders) // places
+
     def rows(self, part: int) -> tuple[int, int]:
-        """First row and end of a part; may be empty."""
+        """First row and end of a part in its block, along the dimension that is cut; maybe none."""
         dim, shape, block = self.entry.dim, self.entry.shape, self.entry.block
-        if len(self.grid.holders) == 1:
+        if self.data_parts == 1:
             return 0, shape[dim] if shape else 1
-        start = min(part * block[dim], shape[dim])
+        start = min(part % self.data_parts * block[dim], shape[dim])
         return start, min(start + block[dim], shape[dim])
 
+    def tiles(self, part: int) -> tuple[Tile, ...]:
+        """The rectangles of the global tensor that a part holds, and where in its padded block.
+
+        None where it holds padding only. A tensor without dimensions is one rectangle.
+        """
+        entry = self.entry
+        start, stop = self.rows(part)
+        if entry.frame is None:
+            offsets, sizes = [0] * len(entry.shape), list(entry.shape)
+            if sizes:
+                offsets[entry.dim], sizes[entry.dim] = start, stop - start
+            filled = all(sizes)
+            return (Tile(tuple(offsets), tuple(sizes), (0,) * len(sizes)),) if filled else ()
+        runs = list(entry.frame.cuts[part // self.data_parts])
+        runs[entry.dim] = clip(runs[entry.dim], start, stop)
+        return tuple(tiles_of(runs))
+
     def parts_over(self, start: int, stop: int) -> range:
-        """The parts that have some of these rows."""
+        """The parts that have some of these rows, of a tensor that no tensor axis cuts."""
         if len(self.grid.holders) == 1:
             return range(1)
         chunk = max(1, self.entry.block[self.entry.dim])
         return range(start // chunk, min(-(-stop // chunk), len(self.grid.holders)))
+
+
+def lying_of(grid: Callable[[tuple[str, ...]], Grid], layout: Layout, entry: Entry) -> Lying:
+    """How a tensor of a layout lies.
+
+    Args:
+        grid: from `grids_of`.
+        layout: gives the axes that cut blocks.
+        entry: of the layout.
+    """
+    framed = () if entry.frame is None else entry.frame.axes
+    return Lying(grid((*framed, *layout.axes)), entry)
 
 
 def grids_of(mesh: Mesh) -> Callable[[tuple[str, ...]], Grid]:

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from shardwise.sharding.derived import Accumulation, Base, Derived, LossScale, Precision, Remat
+from shardwise.sharding.derived import (
+    Accumulation,
+    Base,
+    Derived,
+    LossScale,
+    Precision,
+    Remat,
+    TensorParallel,
+)
 from shardwise.sharding.describe import describe, difference, explain
 from shardwise.sharding.edits import Clauses, Edit
 from shardwise.sharding.errors import PatternError, PlanError, strict_keywords
@@ -159,6 +167,11 @@ class Plan:
     def remat(self) -> FrozenMap[str, Remat]:
         """Modules that are recomputed in backward, and what is kept of them; outer ones first."""
         return self.derived.remat
+
+    @property
+    def tensor(self) -> TensorParallel:
+        """How layers are cut over tensor axes."""
+        return self.derived.tensor
 
     @property
     def uses_half(self) -> bool:

@@ -23,6 +23,8 @@ from shardwise.sharding.edits import (
     LossScaleEdit,
     PrefetchEdit,
     RematEdit,
+    SequenceEdit,
+    TensorEdit,
     TreeAtEdit,
 )
 from shardwise.sharding.errors import PlanError, nearest
@@ -40,6 +42,7 @@ from shardwise.sharding.precision import (
     no_float,
 )
 from shardwise.sharding.spec import Spec
+from shardwise.sharding.tensor_replay import TensorDraft, derive_tensor, resolve_cuts
 from shardwise.sharding.tree import FrozenMap, match, match_exact, no_match, nothing_left, selects
 from shardwise.sharding.units import ParamInfo, Unit
 
@@ -69,6 +72,7 @@ class Draft:
     failures: list[Failure] = field(default_factory=list)
     loss_scale: LossScale | None = None
     remat: dict[str, Remat] = field(default_factory=dict)
+    tensor: TensorDraft = field(default_factory=TensorDraft)
 
 
 class Kind(NamedTuple):
@@ -87,9 +91,19 @@ def replay(base: Base, edits: Iterable[Edit]) -> Derived:
     """
     infos = {info.path: info for info in base.infos}
     draft = Draft(base.mesh, infos, base.units, base.modules, base.buffers)
+    late = PHASES.index("sequence")
+    edits = list(edits)
     for edit in edits:
-        KINDS[edit.kind].apply(draft, edit)
-    return _derive(draft)
+        if PHASES.index(edit.phase) <= late:
+            KINDS[edit.kind].apply(draft, edit)
+    # Data axes may be those that a tensor axis was split into, and cut what it leaves.
+    draft.mesh, cuts = resolve_cuts(draft.tensor, base, draft.infos)
+    draft.failures += cuts.failures
+    draft.claimed |= {part for axis in cuts.axes.values() for part in axis.parts}
+    for edit in edits:
+        if PHASES.index(edit.phase) > late:
+            KINDS[edit.kind].apply(draft, edit)
+    return _derive(draft, base)
 
 
 def uses_half(
@@ -134,8 +148,8 @@ def _select(names: Mapping[str, tuple[str, ...]], clauses: Clauses) -> tuple[str
 
 
 def _set_home(draft: Draft, edit: HomeEdit) -> None:
-    axes = edit.axis or ()
-    _check_axes(draft, axes, edit.by)
+    _check_axes(draft, edit.axis or (), edit.by)
+    axes = draft.mesh.expand(edit.axis or ())
     request = Request(axes, edit.on, edit.pad, edit.by)
     for path in selected(draft.infos.values(), edit.where):
         draft.requests.setdefault(path, {})[edit.home] = request
@@ -156,6 +170,16 @@ def _check_axes(draft: Draft, axes: Iterable[str], by: str) -> None:
 def _freeze(draft: Draft, edit: FreezeEdit) -> None:
     for path in selected(draft.infos.values(), edit.where):
         draft.infos[path] = replace(draft.infos[path], trainable=False)
+
+
+def _tensor(draft: Draft, edit: TensorEdit) -> None:
+    _check_axes(draft, [edit.axis], edit.by)
+    draft.tensor.edits.append((edit, selected(draft.infos.values(), edit.where)))
+
+
+def _sequence(draft: Draft, edit: SequenceEdit) -> None:
+    _check_axes(draft, [edit.axis], edit.by)
+    draft.tensor.sequences[edit.axis] = edit
 
 
 def _keep(draft: Draft, edit: KeepEdit) -> None:
@@ -248,6 +272,8 @@ KINDS: FrozenMap[str, Kind] = FrozenMap(
     for kind in (
         Kind(HomeEdit, _set_home),
         Kind(FreezeEdit, _freeze),
+        Kind(TensorEdit, _tensor),
+        Kind(SequenceEdit, _sequence),
         Kind(KeepEdit, _keep),
         Kind(PrefetchEdit, _prefetch),
         Kind(PrecisionEdit, _precision),
@@ -259,13 +285,18 @@ KINDS: FrozenMap[str, Kind] = FrozenMap(
 )
 
 
-def _derive(draft: Draft) -> Derived:
+def _derive(draft: Draft, base: Base) -> Derived:
     dtypes = {p: dtypes_of(info, draft.dtypes.get(p, {})) for p, info in draft.infos.items()}
-    compute = {p: Spec(info.axes, dtype=dtypes[p].compute) for p, info in draft.infos.items()}
+    marks = draft.tensor.marks
+    compute = {
+        path: Spec(info.axes, tuple(marks.get(path, {}).items()), dtype=dtypes[path].compute)
+        for path, info in draft.infos.items()
+    }
+    tensor = derive_tensor(draft.tensor, base)
     homes: dict[str, dict[str, Spec]] = {home: {} for home in HOMES}
     failures = list(draft.failures)
     for path, info in draft.infos.items():
-        target = Target(info, compute[path], draft.mesh)
+        target = Target(info, compute[path], draft.mesh, tensor.block(info))
         owned = HOMES if info.trainable else HOMES[:1]
         requests = draft.requests.get(path, {})
         placed = place(target, {home: requests[home] for home in owned if home in requests})
@@ -296,6 +327,7 @@ def _derive(draft: Draft) -> Derived:
         remat=_remat_in_order(draft),
         loss_scale=draft.loss_scale
         or _default_loss_scale(compute, homes["grads"], precision.reduce),
+        tensor=tensor,
     )
 
 

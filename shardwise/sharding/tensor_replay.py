@@ -1,0 +1,122 @@
+"""What edits of tensor parallelism write while they replay, and what is derived from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from shardwise.sharding.axes import Axes
+from shardwise.sharding.derived import Base, TensorParallel
+from shardwise.sharding.edits import SequenceEdit, TensorEdit
+from shardwise.sharding.errors import PlanError
+from shardwise.sharding.frames import Frame, measure
+from shardwise.sharding.grammar import Position
+from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.tensor_cuts import Asked, Cuts, TensorAxis, cut_tensors
+from shardwise.sharding.tree import FrozenMap
+from shardwise.sharding.units import ParamInfo
+
+
+@dataclass(slots=True)
+class TensorDraft:
+    """What edits write, and then what it amounts to."""
+
+    edits: list[tuple[TensorEdit, tuple[str, ...]]] = field(default_factory=list)
+    sequences: dict[str, SequenceEdit] = field(default_factory=dict)
+    axes: dict[str, TensorAxis] = field(default_factory=dict)
+    marks: dict[str, dict[Position, tuple[str, ...]]] = field(default_factory=dict)
+    frames: dict[str, Frame] = field(default_factory=dict)
+
+
+def resolve_cuts(draft: TensorDraft, base: Base, infos: dict[str, ParamInfo]) -> tuple[Mesh, Cuts]:
+    """Decide what is cut, once all edits are known.
+
+    Args:
+        draft: what they wrote; gets axes, marks and frames.
+        base: of the plan.
+        infos: by path; parameters that are selected and have no named axes get the guessed ones.
+
+    Raises:
+        PlanError: a sequence is to be cut over an axis that cuts no layers.
+    """
+    asked: list[Asked] = []
+    for edit, paths in draft.edits:
+        for path in paths:
+            info, guess = infos[path], base.naming.guesses.get(path)
+            if guess is not None and info.axes == Axes.anonymous(info.axes.ndim):
+                infos[path] = replace(info, axes=Axes.parse(guess))
+        names, known = _names(edit, base)
+        asked.append(Asked(edit.axis, names, known, paths, edit.by))
+    cuts = cut_tensors(base.mesh, asked, infos, base.naming.sizes)
+    for axis, edit in draft.sequences.items():
+        if not edit.active:
+            continue
+        if not any(one.axis == axis for one in asked):
+            raise PlanError(
+                f"{edit.by or 'sequence_parallel'} cuts activations over an axis that cuts no "
+                "layers.",
+                facts=f"{base.mesh!r}; tensor axes: {', '.join(cuts.axes) or 'none'}.",
+                why="The sequence is cut between layers whose weights are cut over the same axis.",
+                fix=f"sw.tensor_parallel({axis!r}) as well",
+                axis=axis,
+            )
+        if axis in cuts.axes:
+            cuts.axes[axis] = replace(cuts.axes[axis], sequence=True)
+    draft.axes, draft.marks, draft.frames = cuts.axes, cuts.marks, cuts.frames
+    return cuts.mesh, cuts
+
+
+def _names(edit: TensorEdit, base: Base) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """Names that are cut, and all that have a rule; None for the default ones."""
+    if edit.names is not None:
+        return edit.names, base.rules.names if base.rules else edit.names
+    if base.rules is None:
+        return None, ()
+    cut = tuple(name for name, axes in base.rules.pairs if edit.axis in axes)
+    return cut, base.rules.names
+
+
+def derive_tensor(draft: TensorDraft, base: Base) -> TensorParallel:
+    """What lowering reads of tensor parallelism.
+
+    Args:
+        draft: after `resolve_cuts`.
+        base: of the plan.
+    """
+    if not draft.axes:
+        return TensorParallel()
+    modes = [edit.logits for edit, _ in draft.edits if edit.logits != "auto"]
+    return TensorParallel(
+        axes=FrozenMap(draft.axes),
+        frames=FrozenMap(draft.frames),
+        ints=FrozenMap(
+            (place, _local(text, draft, base.naming.sizes))
+            for place, text in base.naming.ints.items()
+            if _is_cut(place, base, draft.frames)
+        ),
+        logits=modes[-1] if modes else "auto",
+    )
+
+
+def _is_cut(place: str, base: Base, frames: Mapping[str, Frame]) -> bool:
+    """Whether the module that holds an attribute has parameters that are cut.
+
+    The attribute may be one of something that the module holds, such as a configuration: the
+    module is the nearest one above that has parameters at all.
+    """
+    above = place.split(".")[:-1]
+    while above:
+        prefix = ".".join(above) + "."
+        inside = [info.path for info in base.infos if info.path.startswith(prefix)]
+        if inside:
+            return any(path in frames for path in inside)
+        above = above[:-1]
+    return False
+
+
+def _local(text: str, draft: TensorDraft, sizes: Mapping[str, int]) -> int:
+    """The value of an expression over names on one rank: `(heads hd)`, or `heads // kv`."""
+    parts = {name: n for axis in draft.axes.values() for name, n in axis.cuts.items()}
+    local = {name: -(-size // parts.get(name, 1)) for name, size in sizes.items()}
+    values = [measure(Axes.parse(one).dims[0], local) for one in text.split("//")]
+    return values[0] // values[1] if len(values) > 1 else values[0]
