@@ -7,7 +7,7 @@ simulation, or nothing) and refuses any call whose kind, axis or bytes were not 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +29,8 @@ class Collective:
         nbytes: payload bytes that leave one rank: `(n - 1) / n` of the full buffer, twice that
             for an all-reduce.
         unit: whose tensors move; `""` is the root.
-        reason: `forward`, `backward`, `grads`, `scalars`, `buffers`, `norm`, `update`, `agree`.
+        reason: `forward`, `backward`, `grads`, `scalars`, `buffers`, `norm`, `update`, `agree`,
+            `activations`.
         dtype: of the elements.
     """
 
@@ -135,6 +136,23 @@ class Mover:
     def expect(self, more: Sequence[Collective]) -> None:
         """Add what is known only now."""
         self._expected = (*self._expected, *more)
+
+    def amend(self, item: Collective) -> None:
+        """Expect other bytes next: an activation is as large as its batch, which may change.
+
+        Args:
+            item: in the place of one of the same kind and axis.
+        """
+        position = len(self.executed)
+        was = self._expected[position] if position < len(self._expected) else None
+        if was is not None and replace(was, nbytes=item.nbytes, dtype=item.dtype) == item:
+            self._expected = (*self._expected[:position], item, *self._expected[position + 1 :])
+
+    def skip(self, items: Sequence[Collective]) -> None:
+        """Leave out what comes next, as all peers of the axis do: activations of a skipped unit."""
+        position = len(self.executed)
+        assert self._expected[position : position + len(items)] == tuple(items)
+        self._expected = self._expected[:position] + self._expected[position + len(items) :]
 
     @property
     def can_join(self) -> bool:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.sharding.movement import Mover
 from shardwise.sharding.pytree import tree_leaves
 from shardwise.transforms import faults
 from shardwise.transforms.brackets import Close, Enter, Join, Leave
-from shardwise.transforms.order import Action, Schedule, Walk, call_of
+from shardwise.transforms.crossing_run import CrossingRun, Recent
+from shardwise.transforms.crossings import Cross, Crossing
+from shardwise.transforms.order import CROSS, RECROSS, Action, Schedule, Walk, call_of
 from shardwise.transforms.outputs import place, replace_tensors
 from shardwise.transforms.regions import Region, checkpointed
 from shardwise.transforms.unit_runtime import Call, UnitRuntime
@@ -24,10 +27,15 @@ class Engine:
 
     Args:
         units: runtimes of all units by name; the root is `""`.
+        mover: the choke point.
     """
 
-    def __init__(self, units: dict[str, UnitRuntime]) -> None:
+    def __init__(self, units: dict[str, UnitRuntime], mover: Mover) -> None:
         self.units = units
+        self.mover = mover
+        self.crossings: Mapping[tuple[str, str], Crossing] = {}
+        self._recent = Recent()
+        self._sequences: dict[str, int] = {}
         self.phase = "idle"
         self.used: set[str] = set()
         self._tokens: list[Tensor] = []
@@ -115,6 +123,7 @@ class Engine:
         self._schedule = None
         self._reopened = {}
         self._reducing = None
+        self._recent.clear()
         self.phase = "idle"
 
     # -- forward ----------------------------------------------------------------------------
@@ -259,10 +268,57 @@ class Engine:
         else:
             unit.reduce(grads, action.items, ends=action.ends)
 
+    # -- crossings --------------------------------------------------------------------------
+
+    def cross(self, boundary: str, place: str, tensor: Tensor, /) -> Tensor:
+        """Bring an activation to the type that it needs; see [Note: crossings]."""
+        crossing = self.crossings.get((boundary, place))
+        if crossing is None or self.phase == "idle":
+            return tensor
+        known = self._recent.find(crossing, tensor)
+        if known is not None:
+            return known
+        name = f"{boundary} {place}".strip()
+        if crossing.kind == "slice":
+            self._sequences[crossing.stack] = tensor.shape[crossing.dim]
+        rows = self._sequences.get(crossing.stack, 0) if crossing.stack else 0
+        run = CrossingRun(crossing, name, tensor, self.mover, rows=rows)
+        needs_grad = torch.is_grad_enabled() and tensor.requires_grad
+        if crossing.kind == "copy" and not needs_grad:
+            return tensor
+
+        def forward(value: Tensor) -> Tensor:
+            self._meet_crossing(name, again=self.phase == "backward")
+            return run.forward(value)
+
+        def backward(grad: Tensor) -> Tensor:
+            if self.phase != "backward":
+                raise faults.inner_backward(name)
+            self._meet_crossing(name)
+            return run.backward(grad)
+
+        result = Cross.apply(tensor, forward, backward) if needs_grad else forward(tensor)
+        self._recent.add(crossing, tensor, result)
+        return result
+
+    def _meet_crossing(self, name: str, *, again: bool = False) -> None:
+        index = self._walk.find(RECROSS if again else CROSS, name)
+        if index is None:
+            raise faults.late("cross", name, _PHASES[self.phase], self._walk)
+        self._pass_until(index)
+        self._walk.meet(index)
+
     # -- recomputation ----------------------------------------------------------------------
 
     def run(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
         """Run a module so that backward recomputes it, if there will be a backward."""
+        self._recent.clear()
+        try:
+            return self._run(region, args, kwargs)
+        finally:
+            self._recent.clear()
+
+    def _run(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return region.forward(*args, **kwargs)
         if not region.spans or self.phase != "train":
@@ -286,9 +342,11 @@ class Engine:
         if region.spans and self.phase != "backward":
             raise faults.inner_backward(region.name)
         around, self._reopened = self._reopened, {}
+        self._recent.clear()
         try:
             yield
         finally:
+            self._recent.clear()
             for name in reversed(self._reopened):
                 self.units[name].unbind()
                 self.units[name].empty()
@@ -343,6 +401,10 @@ class Engine:
         walk = self._walk
         while walk.position < index:
             action = walk.actions[walk.position]
+            if action.kind == "cross":
+                walk.meet(walk.position)
+                self.mover.skip([item for items in action.items for item in items])
+                continue
             unit = self.units[action.event.unit]
             if any(action.items) and action.kind == "reduce":
                 raise faults.left_out(unit.name)

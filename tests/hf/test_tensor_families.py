@@ -1,0 +1,129 @@
+"""Families of transformers cut over a tensor axis: as one process, and back into transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.sharding.errors import PlanError
+from tests.hf.test_export import assert_all_known, loaded, logits
+from tests.hf.test_families import MODELS
+from tests.hf.zoo import batches, loss_of, transformers
+from tests.oracles.one_process import assert_same, one_process, sharded
+
+pytestmark = pytest.mark.simulated
+
+WITH_ZERO = ("llama", "gpt2", "phi3", "bert")
+
+
+def build(name: str) -> nn.Module:
+    """A model in float64 with weights that are far from symmetric, biases and norms included."""
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def data_of(name: str, steps: int) -> list[dict[str, Tensor]]:
+    """Batches for language models; BERT predicts in place."""
+    return batches("bert" if name == "bert" else "llama", steps)
+
+
+def check(name: str, plan: sw.Plan, model: nn.Module, *, parts: int = 1, steps: int = 2) -> None:
+    """Losses, gradients, weights and momentum, against one process."""
+    data, loss = data_of(name, steps), loss_of(name)
+    want = one_process(
+        model, loss, data, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), parts=parts
+    )
+    got = sharded(model, plan, loss, data, sw.optim.sgd(0.1, momentum=0.9))
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_family_trains_as_in_one_process(name: str, ranks: int) -> None:
+    """Two kv heads on four ranks are copied; a vocabulary of 97 divides by neither."""
+    model = build(name)
+    plan = sw.plan(model, sw.Mesh(tp=ranks), sw.tensor_parallel("tp"))
+    cut = {path for path, spec in plan.compute.items() if spec.mesh_axes}
+    assert bool(cut) == (ranks > 1)
+    check(name, plan, model)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("name", WITH_ZERO)
+def test_a_family_with_data_axes(name: str, level: int) -> None:
+    model = build(name)
+    mesh = sw.Mesh(fsdp=2, tp=2)
+    plan = sw.plan(model, mesh, sw.tensor_parallel("tp"), sw.zero(level, "fsdp"))
+    check(name, plan, model, parts=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_loads_what_was_trained_in_parts(
+    name: str, ranks: int, tmp_path: Path
+) -> None:
+    """From the same safetensors, one step in parts, exported: whole, and with equal logits."""
+    model = build(name)
+    data, loss = data_of(name, 2), loss_of(name)
+    with sw.simulate(sw.Mesh(fsdp=1)):
+        first = sw.lower(sw.plan(model, sw.Mesh(fsdp=1)), loss, sw.optim.sgd(0.1)).bind()
+        _export(first.init(sw.from_module(model)), tmp_path / "before", model)
+    plan = sw.plan(model, sw.Mesh(tp=ranks), sw.tensor_parallel("tp"))
+    with sw.simulate(plan.mesh):
+        program = sw.lower(plan, loss, sw.optim.sgd(0.1)).bind()
+        state = program.init(sw.from_safetensors(tmp_path / "before"))
+        state, _ = program.step(state, program.shard_batch(data[0]))
+        _export(state, tmp_path / "after", model)
+    again, info = loaded(type(model), tmp_path / "after", dtype=torch.float64)
+    assert_all_known(info)
+    got = logits(again, data[1])
+    want = one_process(model, loss, data[:1], lambda p: torch.optim.SGD(p, 0.1))
+    # Of the model as loaded: Gemma rounds the scale of its embedding to the dtype it is made in.
+    for values, same in ((want.params, True), (dict(model.named_parameters()), False)):
+        with torch.no_grad():
+            for path, parameter in again.named_parameters():
+                parameter.copy_(values[path])
+        assert torch.allclose(got, logits(again, data[1]), rtol=1e-9, atol=1e-9) is same
+
+
+def _export(state: Any, directory: Path, model: Any) -> None:
+    sw.export_safetensors(state, directory, config=model.config, dtype=torch.float64)
+
+
+def test_the_module_and_its_configuration_are_left_as_they_were() -> None:
+    """Phi-3 reads its number of heads from a configuration that all modules share."""
+    model: Any = build("phi3")
+    before = model.config.to_dict()
+    plan = sw.plan(model, sw.Mesh(tp=2), sw.tensor_parallel("tp"))
+    check("phi3", plan, model, steps=1)
+    assert model.config.to_dict() == before
+    layer = model.model.layers[0].self_attn
+    assert layer.config is model.config
+    assert (layer.num_key_value_heads, layer.num_key_value_groups) == (2, 2)
+
+
+def test_heads_that_neither_divide_nor_are_divided_are_refused() -> None:
+    """Three kv heads on four ranks, or six heads."""
+    config = transformers.LlamaConfig(
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        vocab_size=33,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with pytest.raises(PlanError) as caught:
+        sw.plan(model, sw.Mesh(tp=4), sw.tensor_parallel("tp"))
+    text = str(caught.value)
+    assert "heads is 6; mesh axis 'tp' has 4 ranks; 6 % 4 == 2." in text
+    assert "kv is 3; mesh axis 'tp' has 4 ranks; 3 % 4 == 3." in text
