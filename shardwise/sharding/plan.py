@@ -16,6 +16,7 @@ from shardwise.sharding.derived import (
     Base,
     Derived,
     LossScale,
+    Naming,
     Precision,
     Remat,
     TensorParallel,
@@ -25,7 +26,7 @@ from shardwise.sharding.edits import Clauses, Edit
 from shardwise.sharding.errors import PatternError, PlanError, strict_keywords
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.modules import callable_modules, float_buffers, module_patterns
-from shardwise.sharding.naming import name_axes
+from shardwise.sharding.naming import name_parameters, with_axes
 from shardwise.sharding.plan_json import decode, encode
 from shardwise.sharding.replay import replay, replay_order, selected, uses_half
 from shardwise.sharding.rules import Rules
@@ -285,6 +286,7 @@ def plan(
     *transforms: Transform,
     rules: Rules | None = None,
     axes: Mapping[str, str] | None = None,
+    sizes: Mapping[str, int] | None = None,
     units: Sequence[str] | None = None,
 ) -> Plan:
     """Lay out a model on a mesh; without transforms everything is replicated.
@@ -296,7 +298,9 @@ def plan(
         mesh: named axes.
         transforms: applied in order; their phases, not this order, decide.
         rules: logical axes to mesh axes, for transforms that need them.
-        axes: axes pattern by path pattern, the first match wins; others get `d0 d1 ...`.
+        axes: axes pattern by path pattern, the first match wins; then come the `axes` of modules
+            and what is known of Hugging Face models; others get `d0 d1 ...`.
+        sizes: of names that the shapes leave open, such as `hd`.
         units: patterns over module paths, instead of the rule in [Note: units].
 
     Raises:
@@ -306,9 +310,13 @@ def plan(
     d0 d1
     """
     _check_arguments(model, mesh, units)
-    infos = name_axes(param_infos(model), axes or {})
+    infos = param_infos(model)
+    known = name_parameters(model, infos, axes or {}, sizes or {})
+    infos = with_axes(infos, known)
+    naming = Naming(known.source, known.guesses, known.sizes, known.local_ints)
     found = find_units(model, infos, units)
-    base = Base(mesh, infos, found, rules, callable_modules(model), float_buffers(model))
+    paths = (callable_modules(model), float_buffers(model))
+    base = Base(mesh, infos, found, rules, *paths, naming)
     result = Plan(base, module=model)
     for transform in transforms:
         result = apply_transform(transform, result)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwise.sharding.axes import Axes
+from shardwise.sharding.axes_sources import evaluate
 from shardwise.sharding.derived import Base, TensorParallel
 from shardwise.sharding.edits import SequenceEdit, TensorEdit
 from shardwise.sharding.errors import PlanError
-from shardwise.sharding.frames import Frame, measure
+from shardwise.sharding.frames import Frame
 from shardwise.sharding.grammar import Position
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.tensor_cuts import Asked, Cuts, TensorAxis, cut_tensors
@@ -85,12 +86,14 @@ def derive_tensor(draft: TensorDraft, base: Base) -> TensorParallel:
     """
     if not draft.axes:
         return TensorParallel()
+    parts = {name: n for axis in draft.axes.values() for name, n in axis.cuts.items()}
+    local = {name: -(-n // parts.get(name, 1)) for name, n in base.naming.sizes.items()}
     modes = [edit.logits for edit, _ in draft.edits if edit.logits != "auto"]
     return TensorParallel(
         axes=FrozenMap(draft.axes),
         frames=FrozenMap(draft.frames),
         ints=FrozenMap(
-            (place, _local(text, draft, base.naming.sizes))
+            (place, evaluate(text, local))
             for place, text in base.naming.ints.items()
             if _is_cut(place, base, draft.frames)
         ),
@@ -112,11 +115,3 @@ def _is_cut(place: str, base: Base, frames: Mapping[str, Frame]) -> bool:
             return any(path in frames for path in inside)
         above = above[:-1]
     return False
-
-
-def _local(text: str, draft: TensorDraft, sizes: Mapping[str, int]) -> int:
-    """The value of an expression over names on one rank: `(heads hd)`, or `heads // kv`."""
-    parts = {name: n for axis in draft.axes.values() for name, n in axis.cuts.items()}
-    local = {name: -(-size // parts.get(name, 1)) for name, size in sizes.items()}
-    values = [measure(Axes.parse(one).dims[0], local) for one in text.split("//")]
-    return values[0] // values[1] if len(values) > 1 else values[0]

@@ -35,7 +35,6 @@ from shardwise.sharding.movement import Collective, gather_items, reduce_items, 
 from shardwise.sharding.plan import Plan
 from shardwise.transforms.crossings import Crossed
 
-
 CROSS, RECROSS = "cross", "cross again"
 """Kinds of events: an activation crosses a boundary, and does so in a recomputation."""
 

@@ -1,0 +1,252 @@
+"""Boundaries: modules of the template whose inputs and outputs cross where a tensor axis cuts layers.
+
+[Note: boundaries]
+A module that holds cut parameters is a boundary: its floating inputs and outputs are offered to the
+guide, which says how they cross (a trace decides by types, a step repeats it). So is a *region*, the
+module that holds such layers side by side and reads shapes from its input (an attention block):
+with a cut sequence, its input must be whole before its forward looks at it. And so are the ends of
+a stack of blocks between which the sequence is cut. Two modules are more than that: an embedding
+whose vocabulary is cut looks up what it has, and a linear layer whose input is cut adds its bias
+after the sum. Everything happens on the private template, in the place of `forward`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.sharding.errors import PlanError
+from shardwise.sharding.plan import Plan
+from shardwise.transforms.outputs import convert_tensors
+from shardwise.transforms.replaying import aside
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A module at which activations cross.
+
+    Args:
+        path: of the module.
+        role: `layer`, `region`, `begin` or `end` of a stack.
+        axes: tensor axes that it is about.
+        stack: path of the list of modules that it is in, if the sequence is cut there.
+        is_logits: whether its output is over a cut vocabulary.
+        rows: of the vocabulary, if it is cut unevenly.
+    """
+
+    path: str
+    role: str
+    axes: tuple[str, ...]
+    stack: str = ""
+    is_logits: bool = False
+    rows: int = 0
+
+
+class Crosser(Protocol):
+    """Who is asked at a boundary."""
+
+    def cross(self, boundary: Boundary, place: str, tensor: Tensor, /) -> Tensor:
+        """The tensor on the other side."""
+        ...
+
+
+def find_boundaries(plan: Plan, module: nn.Module) -> tuple[Boundary, ...]:
+    """All boundaries, outer ones first.
+
+    Args:
+        plan: says what is cut.
+        module: the model or its template.
+    """
+    tensor = plan.tensor
+    if not tensor.frames:
+        return ()
+    by_part = {part: axis.name for axis in tensor.axes.values() for part in axis.parts}
+    owners: dict[str, set[str]] = {}
+    for path, frame in tensor.frames.items():
+        for name in plan.info(path).names:
+            axes = owners.setdefault(name.rpartition(".")[0], set())
+            axes |= {by_part[part] for part in frame.axes}
+    stacks = _stacks(plan, module, owners)
+    units = {unit.name for unit in plan.units if unit.kind != "child"}
+    found: dict[tuple[str, str], Boundary] = {}
+    for path, axes in owners.items():
+        stack = next((one for one in stacks if path.startswith(f"{one}.")), "")
+        names = tuple(sorted(axes))
+        parent = path.rpartition(".")[0]
+        if stack and parent not in units and parent and _cuts_output(plan, path, module.get_submodule(path)):
+            found.setdefault((parent, "region"), Boundary(parent, "region", names, stack))
+        logits, rows = _vocabulary(plan, path, module.get_submodule(path))
+        found[path, "layer"] = Boundary(path, "layer", names, stack, logits, rows)
+    for stack, (first, last, axes) in stacks.items():
+        found[first, "begin"] = Boundary(first, "begin", axes, stack)
+        found[last, "end"] = Boundary(last, "end", axes, stack)
+    order = {path: number for number, (path, _) in enumerate(module.named_modules())}
+    return tuple(sorted(found.values(), key=lambda one: order[one.path]))
+
+
+def _stacks(
+    plan: Plan, module: nn.Module, owners: Mapping[str, set[str]]
+) -> dict[str, tuple[str, str, tuple[str, ...]]]:
+    """Lists of units with cut layers over an axis that cuts the sequence: first, last, axes."""
+    axes = tuple(axis.name for axis in plan.tensor.axes.values() if axis.sequence)
+    found: dict[str, tuple[str, str, tuple[str, ...]]] = {}
+    if not axes:
+        return found
+    for unit in plan.units:
+        if unit.kind == "unit" and any(path.startswith(f"{unit.name}.") for path in owners):
+            stack = unit.name.rpartition(".")[0]
+            first = found[stack][0] if stack in found else unit.name
+            found[stack] = (first, unit.name, axes)
+    return found
+
+
+def _cuts_output(plan: Plan, path: str, module: nn.Module) -> bool:
+    """Whether a layer's output is cut: then its input must be whole."""
+    info = next((i for i in plan.infos if f"{path}.weight" in i.names), None)
+    frame = None if info is None else plan.tensor.frames.get(info.path)
+    if frame is None or len(frame.shape) < 2 or isinstance(module, nn.Embedding):
+        return False
+    inputs = 0 if type(module).__name__ == _TRANSPOSED else 1
+    return inputs not in frame.cut_dims
+
+
+_TRANSPOSED = "Conv1D"
+"""The class of transformers whose weights are inputs x outputs."""
+
+
+def _vocabulary(plan: Plan, path: str, module: nn.Module) -> tuple[bool, int]:
+    """Whether a layer gives logits over a cut vocabulary, and how many there are."""
+    weight = f"{path}.weight"
+    known = next((i for i in plan.infos if weight in i.names), None)
+    if known is None or known.path not in plan.tensor.frames or "vocab" not in known.axes.names:
+        return False, 0
+    return not isinstance(module, nn.Embedding), known.shape[known.axes.names.index("vocab")]
+
+
+def install_ints(template: nn.Module, ints: Mapping[str, int]) -> None:
+    """Make integers that modules read local: head counts, sizes of splits.
+
+    An attribute of something that a module holds (a configuration) is set on a copy that only this
+    module of the template has.
+
+    Args:
+        template: the private copy.
+        ints: by path of an attribute.
+    """
+    import copy
+
+    modules = dict(template.named_modules())
+    for place, value in ints.items():
+        path, _, name = place.rpartition(".")
+        if path in modules:
+            setattr(modules[path], name, value)
+            continue
+        owner, _, held = path.rpartition(".")
+        own = copy.copy(getattr(modules[owner], held))
+        setattr(own, name, value)
+        setattr(modules[owner], held, own)
+
+
+def install_boundary(
+    module: nn.Module, boundary: Boundary, guide: Callable[[], Crosser], lookup: Lookup | None
+) -> None:
+    """Put a boundary in the place of a module's forward.
+
+    Args:
+        module: of the template.
+        boundary: what it is.
+        guide: gives who is asked now.
+        lookup: for an embedding whose vocabulary is cut.
+    """
+    inner: Callable[..., Any] = module.forward
+    if boundary.role == "layer" and isinstance(module, nn.Embedding) and boundary.rows:
+        assert lookup is not None
+        inner = functools.partial(lookup, module)
+    adds_bias = boundary.role == "layer" and _adds_bias_later(module)
+
+    @functools.wraps(module.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _crossed((args, kwargs), "in", boundary, guide())
+        if adds_bias:
+            return _crossed_linear(module, args[0], boundary, guide())
+        return _crossed(inner(*args, **kwargs), "out", boundary, guide())
+
+    vars(module)["forward"] = forward
+
+
+class Lookup(Protocol):
+    """Looks tokens up in the rows of an embedding that a rank has."""
+
+    def __call__(self, module: nn.Embedding, tokens: Tensor) -> Tensor:
+        """Partial: zeros for tokens of other ranks."""
+        ...
+
+
+def _crossed(tree: Any, way: str, boundary: Boundary, guide: Crosser) -> Any:
+    number = -1
+
+    def convert(tensor: Tensor) -> Tensor:
+        nonlocal number
+        if not tensor.is_floating_point():
+            return tensor
+        number += 1
+        return aside(guide.cross, boundary, f"{way}{number}", tensor)
+
+    return convert_tensors(tree, convert)
+
+
+def _adds_bias_later(module: nn.Module) -> bool:
+    return type(module).forward is nn.Linear.forward and getattr(module, "bias", None) is not None
+
+
+def _crossed_linear(module: Any, x: Tensor, boundary: Boundary, guide: Crosser) -> Tensor:
+    """A linear layer with its bias added to what has crossed: once, not on every rank."""
+    product = functional.linear(x, module.weight)
+    whole = _crossed(product, "out", boundary, guide)
+    return whole + module.bias
+
+
+def refuse_embedding(path: str, module: nn.Embedding) -> None:
+    """Refuse options of an embedding that need all of its rows.
+
+    Raises:
+        PlanError: `max_norm`, `scale_grad_by_freq` or `sparse` is set.
+    """
+    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, name):
+            raise PlanError(
+                f"The vocabulary of {path!r} cannot be cut: it has {name}={getattr(module, name)}.",
+                where=f"module {path}",
+                why="A rank sees the tokens and rows of its own part only.",
+                fix=f"make the embedding without {name}, or leave it out with where=",
+                path=path,
+            )
+
+
+def cut_lookup(module: nn.Embedding, tokens: Tensor, *, place: int, rows: int) -> Tensor:
+    """Rows of the tokens that this rank has, zeros for the others: the sum over ranks is whole.
+
+    Args:
+        module: bound to this rank's rows.
+        tokens: of the whole vocabulary.
+        place: of the rank.
+        rows: of the vocabulary.
+
+    Raises:
+        IndexError: on the CPU: a token that is none.
+    """
+    count = module.weight.shape[0]
+    if tokens.device.type == "cpu" and tokens.numel():
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= rows:
+            raise IndexError(f"tokens from {low} to {high}; the vocabulary has {rows} rows")
+    local = tokens - place * count
+    mine = (local >= 0) & (local < count)
+    found = functional.embedding(torch.where(mine, local, 0), module.weight)
+    return found * mine.unsqueeze(-1).to(found.dtype)
