@@ -18,6 +18,7 @@ from shardwise.transforms.batch_sizes import BatchSizes, batch_sizes
 from shardwise.transforms.carry import from_state
 from shardwise.transforms.checkpointer import Checkpointer
 from shardwise.transforms.compose import chain, masked, partition, tree_at
+from shardwise.transforms.cross_entropy import cross_entropy, shift_labels
 from shardwise.transforms.dropout import Dropout, dropout
 from shardwise.transforms.exporting import export_safetensors
 from shardwise.transforms.importing import (
@@ -38,6 +39,7 @@ from shardwise.transforms.remat import name, remat, save
 from shardwise.transforms.resharding import reshard
 from shardwise.transforms.restoring import from_checkpoint
 from shardwise.transforms.tensor_parallel import sequence_parallel, tensor_parallel
+from shardwise.transforms.tiled_loss import linear_cross_entropy
 from shardwise.transforms.trace import like
 from shardwise.transforms.zero import (
     freeze,
@@ -69,6 +71,7 @@ __all__ = [
     "accumulate",
     "batch_sizes",
     "chain",
+    "cross_entropy",
     "dropout",
     "errors",
     "export_safetensors",
@@ -84,6 +87,7 @@ __all__ = [
     "keep_gathered",
     "latest",
     "like",
+    "linear_cross_entropy",
     "loss_scale",
     "lower",
     "masked",
@@ -101,6 +105,7 @@ __all__ = [
     "shard_grads",
     "shard_optimizer",
     "shard_params",
+    "shift_labels",
     "simulate",
     "spawn",
     "tensor_parallel",

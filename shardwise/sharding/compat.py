@@ -41,6 +41,7 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "add_all",
+    "assert_on_device",
     "check_and_multiply_all",
     "copy_all",
     "detached",
@@ -75,6 +76,9 @@ check_and_multiply_all = torch._amp_foreach_non_finite_check_and_unscale_
 """`(tensors, found, factor)`: multiply in place, and set `found` to 1 if an element was not finite;
 one call, and on CUDA one kernel, for tensors of one dtype."""
 
+
+assert_on_device = torch._assert_async
+"""`(condition, message)`: fail where the tensor lives, without waiting for it."""
 
 fused_adamw = torch._fused_adamw_
 """The kernel of `torch.optim.AdamW(fused=True)`, for lists of tensors of one dtype: without the
