@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwise.sharding.frames import Tile, clip, tiles_of
+from torch import Tensor
+
+from shardwise.sharding.frames import Run, Runs, Tile, clip, tiles_of
 from shardwise.sharding.layout import Entry, Layout
 from shardwise.sharding.mesh import Mesh
 
@@ -70,17 +72,24 @@ class Lying:
 
         None where it holds padding only. A tensor without dimensions is one rectangle.
         """
-        entry = self.entry
-        start, stop = self.rows(part)
-        if entry.frame is None:
-            offsets, sizes = [0] * len(entry.shape), list(entry.shape)
-            if sizes:
-                offsets[entry.dim], sizes[entry.dim] = start, stop - start
-            filled = all(sizes)
-            return (Tile(tuple(offsets), tuple(sizes), (0,) * len(sizes)),) if filled else ()
-        runs = list(entry.frame.cuts[part // self.data_parts])
-        runs[entry.dim] = clip(runs[entry.dim], start, stop)
-        return tuple(tiles_of(runs))
+        place, data_part = divmod(part, self.data_parts)
+        return tuple(tiles_of(runs_in(self.entry, place, data_part, self.data_parts)))
+
+    def first_tiles(self, part: int) -> tuple[Tile, ...]:
+        """Those tiles of a part that no part before it holds: of all parts, each element once.
+
+        Places of a frame may hold copies of a run, such as heads of keys that several ranks share;
+        copies lie at the same rows of their blocks, so data axes cut them alike.
+        """
+        found = self.tiles(part)
+        if self.entry.frame is None or part < self.data_parts:
+            return found
+        before = {
+            tile
+            for one in range(part % self.data_parts, part, self.data_parts)
+            for tile in self.tiles(one)
+        }
+        return tuple(tile for tile in found if tile not in before)
 
     def parts_over(self, start: int, stop: int) -> range:
         """The parts that have some of these rows, of a tensor that no tensor axis cuts."""
@@ -88,6 +97,58 @@ class Lying:
             return range(1)
         chunk = max(1, self.entry.block[self.entry.dim])
         return range(start // chunk, min(-(-stop // chunk), len(self.grid.holders)))
+
+
+def runs_in(entry: Entry, place: int, part: int, parts: int) -> tuple[Runs, ...]:
+    """By dimension, the rows of the global tensor in one part of one block.
+
+    Args:
+        entry: of the tensor.
+        place: along the axes of its frame.
+        part: along the axes of its layout.
+        parts: that the axes of its layout make.
+    """
+    if entry.frame is None:
+        runs: list[Runs] = [(Run(0, size, 0),) for size in entry.shape]
+    else:
+        runs = list(entry.frame.cuts[place])
+    if parts > 1 and runs:
+        rows, size = entry.block[entry.dim], entry.shape[entry.dim]
+        start = min(part * rows, size)
+        runs[entry.dim] = clip(runs[entry.dim], start, min(start + rows, size))
+    return tuple(runs)
+
+
+def local_runs(
+    entry: Entry, layout: Layout, mesh: Mesh, coords: Mapping[str, int]
+) -> tuple[Runs, ...]:
+    """By dimension, the rows of the global tensor that the rank at `coords` holds.
+
+    Args:
+        entry: of the layout.
+        layout: gives the axes that cut blocks.
+        mesh: sizes of the axes.
+        coords: of the rank.
+
+    >>> entry = Entry("w", (5,), 0, (3,), 0)
+    >>> local_runs(entry, Layout(("fsdp",), (entry,), 3, None), Mesh(fsdp=2), {"fsdp": 1})
+    ((Run(start=3, stop=5, at=0),),)
+    """
+    place = 0 if entry.frame is None else mesh.index(entry.frame.axes, coords)
+    return runs_in(entry, place, mesh.index(layout.axes, coords), mesh.product(layout.axes))
+
+
+def window(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """The view of a rectangle of a tensor.
+
+    Args:
+        tensor: of as many dimensions.
+        offsets: where the rectangle begins.
+        sizes: of the rectangle.
+    """
+    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
 
 
 def lying_of(grid: Callable[[tuple[str, ...]], Grid], layout: Layout, entry: Entry) -> Lying:

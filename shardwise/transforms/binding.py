@@ -12,12 +12,18 @@ from shardwise.sharding.boundaries import Cast
 from shardwise.sharding.derived import Remat
 from shardwise.sharding.errors import UnitError
 from shardwise.sharding.functional import Template
-from shardwise.sharding.plan import Unit
+from shardwise.sharding.plan import Plan, Unit
 from shardwise.transforms.casts import install_casts
 from shardwise.transforms.draws import locate
 from shardwise.transforms.dropout import Dropout
 from shardwise.transforms.regions import Region
 from shardwise.transforms.replaying import aside
+from shardwise.transforms.tensor_layers import (
+    Boundary,
+    find_boundaries,
+    install_boundary,
+    install_ints,
+)
 
 _NOTHING: Mapping[str, Remat] = {}
 _NO_CASTS: Mapping[str, Cast] = {}
@@ -78,6 +84,14 @@ class Guide(Protocol):
         """The forward of a module that backward is to recompute."""
         ...
 
+    def cross(self, boundary: Boundary, place: str, tensor: Tensor, /) -> Tensor:
+        """An activation on the other side of a boundary."""
+        ...
+
+    def look_up(self, boundary: Boundary, module: nn.Embedding, tokens: Tensor, /) -> Tensor:
+        """Rows of an embedding whose vocabulary is cut."""
+        ...
+
 
 class Stage:
     """A template with its hooks; `guide` is asked and may be exchanged between passes.
@@ -88,6 +102,7 @@ class Stage:
         guide: who is asked.
         remat: modules to recompute and what to keep of them.
         casts: of inputs and outputs of modules.
+        tensor_plan: the plan, if tensor axes cut layers.
     """
 
     def __init__(
@@ -97,6 +112,8 @@ class Stage:
         guide: Guide,
         remat: Mapping[str, Remat] = _NOTHING,
         casts: Mapping[str, Cast] = _NO_CASTS,
+        *,
+        tensor_plan: Plan | None = None,
     ) -> None:
         self.template = template
         self.guide = guide
@@ -107,6 +124,13 @@ class Stage:
         self._training: bool | None = None
         owner = {path: unit.name for unit in units for path in unit.params}
         template.watch(lambda path: aside(self.guide.resolve, path, owner[path]))
+        boundaries: tuple[Boundary, ...] = ()
+        if tensor_plan is not None and tensor_plan.tensor.axes:
+            install_ints(template.module, tensor_plan.tensor.ints)
+            boundaries = find_boundaries(tensor_plan, template.module)
+        for boundary in boundaries:
+            module = template.module.get_submodule(boundary.path)
+            install_boundary(module, boundary, lambda: self.guide)
         install_casts(template.module, casts)
         trainable = {path for path, p in template.placeholders.items() if p.requires_grad}
         for unit in units:
@@ -114,6 +138,7 @@ class Stage:
                 module = template.module.get_submodule(unit.name)
                 self._install(unit, module, frozen=not trainable.intersection(unit.params))
         inner = {id(template.module.get_submodule(u.name)) for u in units if u.kind != "root"}
+        self._crossed = {id(template.module.get_submodule(one.path)) for one in boundaries}
         names = {id(buffer): name for name, buffer in template.module.named_buffers()}
         self._regions = [
             self._recompute(path, policy, inner, names) for path, policy in remat.items()
@@ -138,8 +163,9 @@ class Stage:
     ) -> Region:
         module = self.template.module.get_submodule(path)
         inside = {id(part) for part in module.modules() if part is not module}
-        spans = not units.isdisjoint(inside)
-        region = Region(path, module, policy, spans=spans, buffers=buffers)
+        crosses = not self._crossed.isdisjoint({*inside, id(module)})
+        spans = crosses or not units.isdisjoint(inside)
+        region = Region(path, module, policy, spans=spans, crosses=crosses, buffers=buffers)
 
         @functools.wraps(region.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -174,7 +174,7 @@ def check_options(call: str, smoothing: float, z_loss: float, reduction: str) ->
         raise LossError(
             f"{call} has no reduction {reduction!r}.",
             where=f"{call}(..., reduction={reduction!r})",
-            why="The losses of tokens are summed, averaged over valid targets, or left as they are.",
+            why="The losses of tokens are summed, averaged, or left as they are.",
             fix='reduction="sum" (for sw.Mean(total, count)), "mean" or "none"',
             reduction=reduction,
         )
@@ -190,7 +190,7 @@ def check_options(call: str, smoothing: float, z_loss: float, reduction: str) ->
         raise LossError(
             f"A z-loss of {z_loss} does not pull the logits to zero.",
             where=f"{call}(..., z_loss={z_loss})",
-            why="z_loss times the square of the log of the sum of exponentials is added to the loss.",
+            why="z_loss times the square of logsumexp(logits) is added to the loss.",
             fix="a small positive number such as 1e-4, or 0 for none",
             z_loss=z_loss,
         )
@@ -253,8 +253,8 @@ def check_targets(call: str, target: Tensor, loss: ClassLoss) -> None:
             facts=f"the first one is {value}; there are {loss.classes} classes, "
             f"ignore_index is {loss.ignore_index}",
             why=f"A target is in [0, {loss.classes}), or it is ignore_index.",
-            fix=f"mask these targets with {loss.ignore_index}, or give ignore_index={value} if that "
-            "is what marks them",
+            fix=f"mask these targets with {loss.ignore_index}, or give ignore_index={value} if "
+            "that is what marks them",
             count=count,
             value=value,
             classes=loss.classes,

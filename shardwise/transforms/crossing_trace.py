@@ -47,7 +47,7 @@ class CrossingTrace:
         events: of the trace; crossings are added.
         around: calls of recomputed modules that are open.
         collects: whether logits are collected.
-        regions: whether modules that hold cut layers are boundaries too.
+        sequences: axes that cut the sequence.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CrossingTrace:
         collects: bool,
         sequences: frozenset[str],
     ) -> None:
-        self.chosen: dict[tuple[str, str], Crossing] = {}
+        self.chosen: dict[str, Crossing] = {}
         self.recent = Recent()
         self._mesh = mesh
         self._types = types
@@ -70,7 +70,7 @@ class CrossingTrace:
         self._sequences = sequences
         self._rows: dict[str, int] = {}
         self._nodes: list[tuple[Any, int]] = []
-        self._passed: set[tuple[str, str]] = set()
+        self._passed: set[str] = set()
 
     def cross(self, boundary: Boundary, place: str, tensor: Tensor) -> Tensor:
         """The tensor on the other side, with its type.
@@ -80,9 +80,10 @@ class CrossingTrace:
         """
         for axis in boundary.axes:
             crossing = self._choose(boundary, place, tensor, axis)
-            self._check_alike(boundary, place, crossing)
+            name = boundary.crossing(place, axis)
+            self._check_alike(boundary, name, crossing)
             if crossing is not None:
-                tensor = self._apply(boundary, place, tensor, crossing)
+                tensor = self._apply(name, tensor, crossing)
         return tensor
 
     def mark_reached(self, loss: Tensor) -> None:
@@ -98,9 +99,7 @@ class CrossingTrace:
             if node not in seen:
                 self._events[index] = replace(self._events[index], grad=False)
 
-    def _choose(
-        self, boundary: Boundary, place: str, tensor: Tensor, axis: str
-    ) -> Crossing | None:
+    def _choose(self, boundary: Boundary, place: str, tensor: Tensor, axis: str) -> Crossing | None:
         kind = self._types.of(tensor, axis)
         if boundary.role == "begin":
             return self._begins(boundary, place, tensor, axis, kind)
@@ -132,32 +131,26 @@ class CrossingTrace:
     def _begins(
         self, boundary: Boundary, place: str, tensor: Tensor, axis: str, kind: Type
     ) -> Crossing | None:
-        if place != "in0" or not isinstance(kind, Free | Invariant) or tensor.ndim < 2:  # noqa: PLR2004
+        if place != "in0" or not isinstance(kind, Free | Invariant) or tensor.ndim < 2:
             return None
         return Crossing("slice", axis, tensor.ndim - 2, stack=boundary.stack)
 
-    def _check_alike(self, boundary: Boundary, place: str, crossing: Crossing | None) -> None:
-        key = (boundary.path, place) if boundary.role == "layer" else (
-            f"{boundary.path} ({boundary.role})",
-            place,
-        )
-        before = self.chosen.get(key)
-        if key in self._passed and before != crossing:
+    def _check_alike(self, boundary: Boundary, name: str, crossing: Crossing | None) -> None:
+        before = self.chosen.get(name)
+        if name in self._passed and before != crossing:
             raise PlanError(
                 f"Module {boundary.path!r} is called with activations of different types.",
-                where=f"{boundary.path}, {place}",
+                where=name,
                 facts=[f"first call: {before or 'as it is'}", f"now: {crossing or 'as it is'}"],
                 why="What crosses at a module is fixed when a program is lowered.",
                 fix="call it with activations of one kind, or use two modules",
                 path=boundary.path,
             )
-        self._passed.add(key)
+        self._passed.add(name)
         if crossing is not None:
-            self.chosen[key] = crossing
+            self.chosen[name] = crossing
 
-    def _apply(
-        self, boundary: Boundary, place: str, tensor: Tensor, crossing: Crossing
-    ) -> Tensor:
+    def _apply(self, name: str, tensor: Tensor, crossing: Crossing) -> Tensor:
         known = self.recent.find(crossing, tensor)
         if known is not None:
             return known
@@ -170,11 +163,8 @@ class CrossingTrace:
             self._rows[crossing.stack] = rows
         if crossing.kind in ("gather", "collect"):
             rows = crossing.rows or self._rows.get(crossing.stack, rows * ranks)
-        name = crossing_name(boundary, place)
         moved = crossed(crossing, tensor.shape, rows, tensor.dtype, ranks, name)
-        others = {
-            one: self._types.of(tensor, one) for one in self._types.axes if one != axis
-        }
+        others = {one: self._types.of(tensor, one) for one in self._types.axes if one != axis}
         forward = _shape_only(crossing, rows, ranks, backward=False)
         needs_grad = torch.is_grad_enabled() and tensor.requires_grad
         result = (
@@ -191,12 +181,6 @@ class CrossingTrace:
         return result
 
 
-def crossing_name(boundary: Boundary, place: str) -> str:
-    """What a crossing is called in events and reports."""
-    role = "" if boundary.role == "layer" else f" ({boundary.role})"
-    return f"{boundary.path}{role} {place}"
-
-
 def _type_after(crossing: Crossing, result: Tensor, rows: int, ranks: int) -> Type:
     if crossing.kind in ("copy", "gather"):
         return Replicated()
@@ -211,7 +195,12 @@ def _shape_only(
 ) -> Callable[[Tensor], Tensor]:
     """The shapes of a crossing on fake tensors."""
     kind, dim = crossing.kind, crossing.dim
-    grows = {"gather": not backward, "collect": not backward, "scatter": backward, "slice": backward}
+    grows = {
+        "gather": not backward,
+        "collect": not backward,
+        "scatter": backward,
+        "slice": backward,
+    }
 
     def run(tensor: Tensor) -> Tensor:
         if kind not in grows:

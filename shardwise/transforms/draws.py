@@ -3,8 +3,8 @@
 [Note: draws]
 A mask is keyed by the seed, the step, the place of the call (path of the running module, and the
 call's own name), and how many calls this place has made before in the pass. Its counters are an
-element's row in the global batch and its position in the row. So ranks and micro-batches cut one
-mask, and nothing is saved for backward, which draws it again.
+element's row in the global batch and its position in the whole row. So ranks (tensor axes too) and
+micro-batches cut one mask, and nothing is saved for backward, which draws it again.
 
 A recomputation must not count a call once more, and nobody tells an operation that it runs in one:
 the checkpoint may be the user's own, around any part of a module, and of several calls the last one
@@ -35,6 +35,7 @@ from shardwise.sharding.movement import Collective, Mover, finish
 from shardwise.sharding.rng import key
 from shardwise.transforms.micro import batch_rows
 from shardwise.transforms.replaying import aside
+from shardwise.transforms.tensor_context import Cut, current_tensor_context
 
 _NAME = "shardwise.draws"
 
@@ -47,11 +48,13 @@ class Draw:
         key: of the generator, irregular as `squares_key` makes it.
         rows: of the batch that the call has here; its elements are divided among them.
         first: the place of the first one in the global batch.
+        cuts: of the tensor by tensor axes; positions in a row are those of the whole tensor.
     """
 
     key: int
     rows: int
     first: Tensor | int
+    cuts: tuple[Cut, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +110,18 @@ class Draws:
             if self._turned:
                 raise _not_restored(self._where(name))
             found = self._known[mark] = self._next(name)
+        context = current_tensor_context()
+        cuts = context.cuts_of(x) if context is not None else ()
         if batch_dim is None:
-            return Draw(found, 1, 0)
+            return Draw(found, 1, 0, cuts)
         count = self._rows.count
         if count is None:
             raise _no_rows(self._where(name))
         if x.shape[batch_dim] % count:
             raise _other_rows(self._where(name), x, batch_dim, count)
-        return Draw(found, count, self._rows.first)
+        if any(cut.dim == batch_dim % x.ndim for cut in cuts):
+            raise _cut_rows(self._where(name), x, batch_dim)
+        return Draw(found, count, self._rows.first, cuts)
 
     def _next(self, name: str) -> int:
         place = (self.place if self.place is not None else "loss_fn", name)
@@ -277,6 +284,20 @@ def _other_rows(where: str, x: Tensor, batch_dim: int, rows: int) -> RandomError
         "and its mask is to be equal on all ranks",
         shape=tuple(x.shape),
         rows=rows,
+    )
+
+
+def _cut_rows(where: str, x: Tensor, batch_dim: int) -> RandomError:
+    return RandomError(
+        f"Dimension {batch_dim} of the input of sw.dropout holds the rows of the batch, and a "
+        "tensor axis cuts it.",
+        where=where,
+        facts=f"x has shape {tuple(x.shape)} on this rank.",
+        why="An element's mask depends on its row in the global batch, which is not known where "
+        "another dimension is merged with the rows and cut.",
+        fix="call sw.dropout before the dimensions are merged, on 'batch seq ...'",
+        shape=tuple(x.shape),
+        batch_dim=batch_dim,
     )
 
 

@@ -26,6 +26,7 @@ from shardwise.transforms.order import registration_order
 from shardwise.transforms.precision import warn_of_lost_updates
 from shardwise.transforms.program import Program
 from shardwise.transforms.regions import Region
+from shardwise.transforms.tensor_layers import Boundary
 from shardwise.transforms.trace import LossFunction, trace
 
 
@@ -152,7 +153,7 @@ def lower(
         return lowered
     device = torch.device("cpu")
     template, precision = make_template(module, plan.infos, device), plan.precision
-    stage = Stage(template, plan.units, _Nobody(), plan.remat, precision.casts)
+    stage = Stage(template, plan.units, _Nobody(), plan.remat, precision.casts, tensor_plan=plan)
     sites = find_buffers(stage.template.module)
     bind_buffers(sites, cast_buffers(read_buffers(sites), precision.buffers), ())
     micro = first_micro(batch, plan.accumulation.steps)
@@ -177,6 +178,14 @@ class _Nobody:
     def run(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module itself."""
         return region.forward(*args, **kwargs)
+
+    def cross(self, boundary: Boundary, place: str, tensor: Any) -> Any:
+        """Unchanged."""
+        return tensor
+
+    def look_up(self, boundary: Boundary, module: nn.Embedding, tokens: Any) -> Any:
+        """There is nobody to ask."""
+        raise LowerError(f"Module {boundary.path!r} is called while nothing runs.")
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -95,8 +95,7 @@ def sharding_axes(spec: Spec, mesh: Mesh) -> AxesLeft:
     >>> sharding_axes(Spec.parse("d0/(ep dp) d1"), Mesh(dp=2, ep=2, tp=2))
     ('dp', 'ep')
     """
-    used = {axis for dim in range(spec.axes.ndim) for axis in spec.dim_axes(dim)}
-    return tuple(axis for axis in mesh if axis in used and mesh[axis] > 1)
+    return tuple(axis for axis in mesh if axis in spec.mesh_axes and mesh[axis] > 1)
 
 
 def plan_norms(norms: Iterable[Norm], plan: Plan, buckets: Sequence[Bucket]) -> Reduction:

@@ -49,6 +49,7 @@ from shardwise.transforms.saving import Saver
 from shardwise.transforms.scalars import changed_metrics, check_counts, other_metrics, pack_scalars
 from shardwise.transforms.settle import Failure, agree_on_batch, raise_together, settle
 from shardwise.transforms.stepping import init_opt
+from shardwise.transforms.tensor_sums import run_sums
 from shardwise.transforms.unit_runtime import UnitRuntime
 from shardwise.transforms.update import run_update
 
@@ -93,9 +94,11 @@ class RankProgram:
             )
             for unit in plan.units
         }
-        self.engine = Engine(units)
+        self.engine = Engine(units, self.mover)
         casts = plan.precision.casts
-        self.stage = Stage(self.template, plan.units, self.engine, plan.remat, casts)
+        self.stage = Stage(
+            self.template, plan.units, self.engine, plan.remat, casts, tensor_plan=plan
+        )
         origin = Origin(lowering, transport, device)
         self.home = replace(make_home(lowering, rank, device_mesh), origin=origin)
         self.saver = Saver(plan, self.home, self.mover, device)
@@ -200,6 +203,11 @@ class RankProgram:
         self.mover.begin(self.lowering.pass_items)
         done = self.passes.train(self.lowering, state, batch)
         landed = done.landed
+        self.mover.expect([one.item for one in self.lowering.tensor_sums])
+        if landed:
+            run_sums(self.mover, self.lowering.tensor_sums, landed)
+        else:
+            self.mover.finish_with_zeros(self.device)
         self.mover.expect(self.lowering.buffer_items)
         ran = done.num_passes > 0
         buffers = average_buffers(self.mover, self.lowering, done.buffers, ran=ran)
@@ -324,7 +332,14 @@ class RankProgram:
         bind_buffers(sites, buffers, ())
         self.lowering = settle(
             self.lowering,
-            Stage(template, plan.units, self.engine, plan.remat, plan.precision.casts),
+            Stage(
+                template,
+                plan.units,
+                self.engine,
+                plan.remat,
+                plan.precision.casts,
+                tensor_plan=plan,
+            ),
             batch,
             steps=steps,
             sites=sites,
@@ -332,6 +347,7 @@ class RankProgram:
             device=self.device,
             call=self.mover.call,
         )
+        self.engine.crossings = self.lowering.crossings
         if self.lowering.locates:
             self.stage.locate_all()
         self._settled = True
@@ -363,6 +379,10 @@ class RankProgram:
         plain = [float(failed), 0.0, *(float(path in used) for path in flags)]
         means = [Mean(loss.total, loss.count), *loss.aux.values()] if loss else []
         values = pack_scalars(means, 1 + len(self.lowering.aux or ()), plain, self.device)
+        if not self._counts_here:
+            # Its tensor peers tell the same of the same batch; only flags are its own.
+            values[:2] = 0.0
+            values[FIXED_SCALARS + len(flags) :] = 0.0
         if nonfinite is not None:
             values[FIXED_SCALARS - 1] = nonfinite
         items = self.lowering.scalar_items if flags else self.lowering.eval_scalar_items
@@ -376,6 +396,12 @@ class RankProgram:
         if not 0 < count < math.inf:
             raise bad_count(count)
         return values, numbers
+
+    @property
+    def _counts_here(self) -> bool:
+        """Whether this rank speaks for its batch: the first of the tensor ranks that share it."""
+        axes = self.lowering.plan.tensor.axes.values()
+        return not any(self.mover.coords[part] for axis in axes for part in axis.parts)
 
     def _learn_aux(self, loss: Loss | None, failure: Failure) -> None:
         """Agree on the names of metrics that no trace could show."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.sharding.movement import Mover
 from shardwise.sharding.pytree import tree_leaves
@@ -19,6 +19,7 @@ from shardwise.transforms.crossings import Cross, Crossing
 from shardwise.transforms.order import CROSS, RECROSS, Action, Schedule, Walk, call_of
 from shardwise.transforms.outputs import place, replace_tensors
 from shardwise.transforms.regions import Region, checkpointed
+from shardwise.transforms.tensor_layers import Boundary, cut_lookup
 from shardwise.transforms.unit_runtime import Call, UnitRuntime
 
 
@@ -33,7 +34,7 @@ class Engine:
     def __init__(self, units: dict[str, UnitRuntime], mover: Mover) -> None:
         self.units = units
         self.mover = mover
-        self.crossings: Mapping[tuple[str, str], Crossing] = {}
+        self.crossings: Mapping[str, Crossing] = {}
         self._recent = Recent()
         self._sequences: dict[str, int] = {}
         self.phase = "idle"
@@ -270,15 +271,25 @@ class Engine:
 
     # -- crossings --------------------------------------------------------------------------
 
-    def cross(self, boundary: str, place: str, tensor: Tensor, /) -> Tensor:
-        """Bring an activation to the type that it needs; see [Note: crossings]."""
-        crossing = self.crossings.get((boundary, place))
-        if crossing is None or self.phase == "idle":
-            return tensor
+    def cross(self, boundary: Boundary, place: str, tensor: Tensor, /) -> Tensor:
+        """Bring an activation to the types that it needs; see [Note: crossings]."""
+        for axis in boundary.axes:
+            name = boundary.crossing(place, axis)
+            crossing = self.crossings.get(name)
+            if crossing is not None and self.phase != "idle":
+                tensor = self._cross(name, crossing, tensor)
+        return tensor
+
+    def look_up(self, boundary: Boundary, module: nn.Embedding, tokens: Tensor, /) -> Tensor:
+        """See `cut_lookup`."""
+        (axis,) = boundary.axes
+        place = self.mover.mesh.index(self.mover.mesh.parts(axis), self.mover.coords)
+        return cut_lookup(module, tokens, place=place, rows=boundary.rows)
+
+    def _cross(self, name: str, crossing: Crossing, tensor: Tensor) -> Tensor:
         known = self._recent.find(crossing, tensor)
         if known is not None:
             return known
-        name = f"{boundary} {place}".strip()
         if crossing.kind == "slice":
             self._sequences[crossing.stack] = tensor.shape[crossing.dim]
         rows = self._sequences.get(crossing.stack, 0) if crossing.stack else 0

@@ -1,17 +1,18 @@
-"""Boundaries: modules of the template whose inputs and outputs cross where a tensor axis cuts layers.
+"""Boundaries: modules of the template at which activations cross, where an axis cuts layers.
 
 [Note: boundaries]
-A module that holds cut parameters is a boundary: its floating inputs and outputs are offered to the
-guide, which says how they cross (a trace decides by types, a step repeats it). So is a *region*, the
-module that holds such layers side by side and reads shapes from its input (an attention block):
-with a cut sequence, its input must be whole before its forward looks at it. And so are the ends of
-a stack of blocks between which the sequence is cut. Two modules are more than that: an embedding
+A module that holds cut parameters is a boundary: its floating inputs and outputs are offered to
+the guide, which says how they cross (a trace decides by types, a step repeats it). So is a
+*region*, the module that holds such layers side by side and reads shapes from its input (an
+attention block): with a cut sequence, its input must be whole before its forward looks at it. And
+so are the ends of a stack of blocks between which the sequence is cut. Two modules are more than that: an embedding
 whose vocabulary is cut looks up what it has, and a linear layer whose input is cut adds its bias
 after the sum. Everything happens on the private template, in the place of `forward`.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ class Boundary:
         axes: tensor axes that it is about.
         stack: path of the list of modules that it is in, if the sequence is cut there.
         is_logits: whether its output is over a cut vocabulary.
-        rows: of the vocabulary, if it is cut unevenly.
+        rows: of the vocabulary.
+        cuts_input: whether a layer's output is a summand, so that its bias has to wait.
     """
 
     path: str
@@ -46,6 +48,12 @@ class Boundary:
     stack: str = ""
     is_logits: bool = False
     rows: int = 0
+    cuts_input: bool = False
+
+    def crossing(self, place: str, axis: str) -> str:
+        """What a crossing is called in events and reports."""
+        role = "" if self.role == "layer" else f" ({self.role})"
+        return f"{self.path}{role} {place} {axis}"
 
 
 class Crosser(Protocol):
@@ -53,6 +61,10 @@ class Crosser(Protocol):
 
     def cross(self, boundary: Boundary, place: str, tensor: Tensor, /) -> Tensor:
         """The tensor on the other side."""
+        ...
+
+    def look_up(self, boundary: Boundary, module: nn.Embedding, tokens: Tensor, /) -> Tensor:
+        """Rows of an embedding whose vocabulary is cut: zeros for tokens of other ranks."""
         ...
 
 
@@ -78,11 +90,13 @@ def find_boundaries(plan: Plan, module: nn.Module) -> tuple[Boundary, ...]:
     for path, axes in owners.items():
         stack = next((one for one in stacks if path.startswith(f"{one}.")), "")
         names = tuple(sorted(axes))
-        parent = path.rpartition(".")[0]
-        if stack and parent not in units and parent and _cuts_output(plan, path, module.get_submodule(path)):
+        parent, layer = path.rpartition(".")[0], module.get_submodule(path)
+        if stack and parent and parent not in units and _is_cut(plan, path, layer, ends=1):
             found.setdefault((parent, "region"), Boundary(parent, "region", names, stack))
-        logits, rows = _vocabulary(plan, path, module.get_submodule(path))
-        found[path, "layer"] = Boundary(path, "layer", names, stack, logits, rows)
+        logits, rows = _vocabulary(plan, path, layer)
+        found[path, "layer"] = Boundary(
+            path, "layer", names, stack, logits, rows, cuts_input=_is_cut(plan, path, layer, ends=0)
+        )
     for stack, (first, last, axes) in stacks.items():
         found[first, "begin"] = Boundary(first, "begin", axes, stack)
         found[last, "end"] = Boundary(last, "end", axes, stack)
@@ -106,14 +120,14 @@ def _stacks(
     return found
 
 
-def _cuts_output(plan: Plan, path: str, module: nn.Module) -> bool:
-    """Whether a layer's output is cut: then its input must be whole."""
+def _is_cut(plan: Plan, path: str, module: nn.Module, *, ends: int) -> bool:
+    """Whether a layer's input (`ends` 0) or output (1) is cut."""
     info = next((i for i in plan.infos if f"{path}.weight" in i.names), None)
     frame = None if info is None else plan.tensor.frames.get(info.path)
-    if frame is None or len(frame.shape) < 2 or isinstance(module, nn.Embedding):
+    if frame is None or len(frame.shape) < 2 or isinstance(module, nn.Embedding):  # noqa: PLR2004
         return False
     inputs = 0 if type(module).__name__ == _TRANSPOSED else 1
-    return inputs not in frame.cut_dims
+    return (inputs in frame.cut_dims) != bool(ends)
 
 
 _TRANSPOSED = "Conv1D"
@@ -139,8 +153,6 @@ def install_ints(template: nn.Module, ints: Mapping[str, int]) -> None:
         template: the private copy.
         ints: by path of an attribute.
     """
-    import copy
-
     modules = dict(template.named_modules())
     for place, value in ints.items():
         path, _, name = place.rpartition(".")
@@ -153,22 +165,26 @@ def install_ints(template: nn.Module, ints: Mapping[str, int]) -> None:
         setattr(modules[owner], held, own)
 
 
-def install_boundary(
-    module: nn.Module, boundary: Boundary, guide: Callable[[], Crosser], lookup: Lookup | None
-) -> None:
+def install_boundary(module: nn.Module, boundary: Boundary, guide: Callable[[], Crosser]) -> None:
     """Put a boundary in the place of a module's forward.
 
     Args:
         module: of the template.
         boundary: what it is.
         guide: gives who is asked now.
-        lookup: for an embedding whose vocabulary is cut.
+
+    Raises:
+        PlanError: an embedding has options that need all of its rows.
     """
     inner: Callable[..., Any] = module.forward
     if boundary.role == "layer" and isinstance(module, nn.Embedding) and boundary.rows:
-        assert lookup is not None
-        inner = functools.partial(lookup, module)
-    adds_bias = boundary.role == "layer" and _adds_bias_later(module)
+        _refuse_options(boundary.path, module)
+
+        def look_up(tokens: Tensor, embedding: nn.Embedding = module) -> Tensor:
+            return guide().look_up(boundary, embedding, tokens)
+
+        inner = look_up
+    adds_bias = boundary.cuts_input and _is_linear_with_bias(module)
 
     @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -178,14 +194,6 @@ def install_boundary(
         return _crossed(inner(*args, **kwargs), "out", boundary, guide())
 
     vars(module)["forward"] = forward
-
-
-class Lookup(Protocol):
-    """Looks tokens up in the rows of an embedding that a rank has."""
-
-    def __call__(self, module: nn.Embedding, tokens: Tensor) -> Tensor:
-        """Partial: zeros for tokens of other ranks."""
-        ...
 
 
 def _crossed(tree: Any, way: str, boundary: Boundary, guide: Crosser) -> Any:
@@ -201,7 +209,7 @@ def _crossed(tree: Any, way: str, boundary: Boundary, guide: Crosser) -> Any:
     return convert_tensors(tree, convert)
 
 
-def _adds_bias_later(module: nn.Module) -> bool:
+def _is_linear_with_bias(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward and getattr(module, "bias", None) is not None
 
 
@@ -212,12 +220,7 @@ def _crossed_linear(module: Any, x: Tensor, boundary: Boundary, guide: Crosser) 
     return whole + module.bias
 
 
-def refuse_embedding(path: str, module: nn.Embedding) -> None:
-    """Refuse options of an embedding that need all of its rows.
-
-    Raises:
-        PlanError: `max_norm`, `scale_grad_by_freq` or `sparse` is set.
-    """
+def _refuse_options(path: str, module: nn.Embedding) -> None:
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, name):
             raise PlanError(
@@ -229,7 +232,9 @@ def refuse_embedding(path: str, module: nn.Embedding) -> None:
             )
 
 
-def cut_lookup(module: nn.Embedding, tokens: Tensor, *, place: int, rows: int) -> Tensor:
+def cut_lookup(
+    module: nn.Embedding, tokens: Tensor, *, place: int, rows: int, check: bool = True
+) -> Tensor:
     """Rows of the tokens that this rank has, zeros for the others: the sum over ranks is whole.
 
     Args:
@@ -237,12 +242,13 @@ def cut_lookup(module: nn.Embedding, tokens: Tensor, *, place: int, rows: int) -
         tokens: of the whole vocabulary.
         place: of the rank.
         rows: of the vocabulary.
+        check: look for tokens that are none.
 
     Raises:
         IndexError: on the CPU: a token that is none.
     """
     count = module.weight.shape[0]
-    if tokens.device.type == "cpu" and tokens.numel():
+    if check and tokens.device.type == "cpu" and tokens.numel():
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= rows:
             raise IndexError(f"tokens from {low} to {high}; the vocabulary has {rows} rows")

@@ -157,7 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The loss of each token; keeps the inputs and one number for a token."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - autograd takes no keywords
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,

@@ -10,26 +10,29 @@ import logging
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.sharding.compat import FakeTensorMode, TorchDispatchMode
-from shardwise.sharding.errors import ShardwiseError
-from shardwise.sharding.plan import Plan
+from shardwise.sharding.errors import PlanError, ShardwiseError
+from shardwise.sharding.plan import Plan, Unit
 from shardwise.sharding.pytree import tree_leaves, tree_map
 from shardwise.transforms.activations import Activations, Recomputation
 from shardwise.transforms.binding import Binding, Stage
+from shardwise.transforms.crossings import Crossing
 from shardwise.transforms.draws import TracedDraws, drawing
 from shardwise.transforms.faults import read_outside, written_in_place
 from shardwise.transforms.loss import parse_loss
 from shardwise.transforms.order import Event, call_of
 from shardwise.transforms.outputs import replace_tensors
 from shardwise.transforms.regions import Region
+from shardwise.transforms.tensor_layers import Boundary
+from shardwise.transforms.typed_trace import Typed, untraced
 
 LossFunction = Callable[[Any, Any], Any]
 Sites = Mapping[str, Sequence[tuple[dict[str, Any], str]]]
@@ -52,6 +55,9 @@ class Trace:
         forward_flops: of matrix products, convolutions and attention; None likewise.
         recomputation: what recomputed modules change; None likewise.
         calls_dropout: whether `sw.dropout` was called, other than by a module `sw.Dropout`.
+        crossings: how activations cross boundaries, by the name of each crossing.
+        replicated: by tensor axis, parameters that are whole and of whose gradient each rank has
+            a part.
     """
 
     events: tuple[Event, ...]
@@ -63,6 +69,8 @@ class Trace:
     terms: tuple[str, ...] = ()
     recomputation: Recomputation | None = None
     calls_dropout: bool = False
+    crossings: Mapping[str, Crossing] = field(default_factory=dict)
+    replicated: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 def like(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -84,6 +92,8 @@ class Tracer:
         mode: FakeTensorMode,
         device: torch.device,
         staying: frozenset[str],
+        *,
+        collects: bool = False,
     ) -> None:
         self._staying = staying
         self._bindings: dict[str, Binding] = {}
@@ -100,10 +110,17 @@ class Tracer:
                 self._bindings[unit.name] = Binding(unit.name, unit.params, stage.template)
                 self._values[unit.name] = [
                     _fake_parameter(
-                        infos[path].shape, plan.compute[path].dtype, device, infos[path].trainable
+                        plan.tensor.block(infos[path]),
+                        plan.compute[path].dtype,
+                        device,
+                        infos[path].trainable,
                     )
                     for path in unit.params
                 ]
+        self.typed: Typed | None = None
+        if plan.tensor.axes:
+            values = {path: value for unit in plan.units for path, value in self._named(unit)}
+            self.typed = Typed(plan, values, self.events, self._around, collects=collects)
         self._trainable = {
             unit.name: any(infos[path].trainable for path in unit.params) for unit in plan.units
         }
@@ -149,16 +166,32 @@ class Tracer:
         self._num_calls[region.name] += 1
         first = len(self.events)
         self._around.append(call)
+        if self.typed is not None:
+            self.typed.crossings.recent.clear()
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         try:
             with self.activations.region(region, inputs):
                 output = region.forward(*args, **kwargs)
         finally:
             self._around.pop()
+            if self.typed is not None:
+                self.typed.crossings.recent.clear()
         if region.spans and not _requires_grad(output, region.name):
             # Backward never comes here, so nothing inside is gathered again.
             self.events[first:] = [_outside(event, call) for event in self.events[first:]]
         return output
+
+    def cross(self, boundary: Boundary, place: str, tensor: Tensor) -> Tensor:
+        """Choose how an activation crosses, by its type."""
+        return tensor if self.typed is None else self.typed.crossings.cross(boundary, place, tensor)
+
+    def look_up(self, boundary: Boundary, module: nn.Embedding, tokens: Tensor) -> Tensor:
+        """Each rank has a summand."""
+        assert self.typed is not None
+        return self.typed.look_up(boundary, module, tokens)
+
+    def _named(self, unit: Unit) -> Iterable[tuple[str, Tensor]]:
+        return zip(unit.params, self._values[unit.name], strict=True)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -210,7 +243,7 @@ def trace(
     device: torch.device,
     staying: frozenset[str],
 ) -> Trace:
-    """Run `loss_fn` once on fake tensors.
+    """Run `loss_fn` once on fake tensors; once more if logits have to be whole after all.
 
     Args:
         plan: names the units.
@@ -224,8 +257,29 @@ def trace(
     Raises:
         ShardwiseError: the model breaks a rule of units or the loss is not a loss.
     """
+    given: dict[str, Any] = {"buffers": buffers, "device": device, "staying": staying}
+    if not plan.tensor.axes or plan.tensor.logits != "auto":
+        collects = plan.tensor.logits == "gathered"
+        return _trace(plan, stage, loss_fn, batch, **given, collects=collects)
+    try:
+        return _trace(plan, stage, loss_fn, batch, **given, collects=False)
+    except PlanError:
+        return _trace(plan, stage, loss_fn, batch, **given, collects=True)
+
+
+def _trace(
+    plan: Plan,
+    stage: Stage,
+    loss_fn: LossFunction,
+    batch: Any,
+    *,
+    buffers: Sites,
+    device: torch.device,
+    staying: frozenset[str],
+    collects: bool,
+) -> Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tracer = Tracer(plan, stage, mode, device, staying)
+    tracer = Tracer(plan, stage, mode, device, staying, collects=collects)
     guide, stage.guide = stage.guide, tracer
     stage.set_training(True)  # steps train, whatever mode the module was handed in
     held = {name: sites[0][0][sites[0][1]] for name, sites in buffers.items()}
@@ -249,6 +303,11 @@ def trace(
         terms=run.terms,
         calls_dropout=run.draws.functional,
     )
+    if tracer.typed is not None:
+        if run.note:
+            raise untraced(run.note)
+        typed = tracer.typed
+        seen = replace(seen, crossings=typed.crossings.chosen, replicated=typed.replicated())
     if run.note or tracer.activations is None:
         return seen
     return replace(
@@ -283,10 +342,17 @@ class _Run:
             known = [*tracer.parameters, *tree_leaves(inputs), *buffers]
             saved = tracer.activations = Activations(known, flops.get_total_flops)
             grad = torch.enable_grad()
-            with drawing(self.draws), _unlogged(), mode, grad, saved.hooks(), flops, self.writes:
+            typing = nullcontext() if tracer.typed is None else tracer.typed.mode
+            with ExitStack() as around:
+                for one in (drawing(self.draws), _unlogged(), mode, grad, saved.hooks(), flops):
+                    around.enter_context(one)
+                around.enter_context(self.writes)
+                around.enter_context(typing)
                 tracer.enter("")
                 loss = parse_loss(self._loss_fn(self._stage.template.module, inputs), inputs)
                 self.aux, self.terms = tuple(loss.aux), tuple(loss.terms)
+                if tracer.typed is not None:
+                    tracer.typed.finish(loss)
             tracer.refuse_writes(self.writes.storages)
         except ShardwiseError:
             raise

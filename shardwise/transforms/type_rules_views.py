@@ -2,7 +2,8 @@
 
 The integers of a view are those of one rank: `view(batch, seq, 2, 16)` of a block of 32 is read as
 two heads of each rank, and `view(batch, seq, 1, 32)` as one head of each. A dimension of which each
-rank has one row is taken to merge with what comes after it. A cut in front of equal segments (`q|k|v` as 3 x heads) stays whole.
+rank has one row is taken to merge with what comes after it. A cut in front of equal segments
+(`q|k|v` as 3 x heads) stays whole.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -110,6 +111,15 @@ class TypingMode(TorchDispatchMode):
             read = given
         random = torch.Tag.nondeterministic_seeded in func.tags
         return self._typed(rule, op, read, lambda: func(*args, **kwargs), written, random=random)
+
+    @contextmanager
+    def untyped(self) -> Generator[None]:
+        """Let operations pass whose results get their types otherwise."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
 
     def whole_function(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a function of several operations and type its result by one rule."""

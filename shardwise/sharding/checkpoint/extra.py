@@ -27,7 +27,7 @@ from shardwise.sharding.checkpoint.records import Record
 from shardwise.sharding.errors import CheckpointError
 from shardwise.sharding.layout import Entry, Layout
 from shardwise.sharding.leaves import Home, param_layouts
-from shardwise.sharding.lying import Grid, Lying
+from shardwise.sharding.lying import Grid, Lying, grids_of, lying_of
 
 EXTRA = "extra"
 INLINE_BYTES = 1 << 16
@@ -288,7 +288,7 @@ def _step(key: Any) -> str:
 
 
 def _lying(home: Home, layout: Layout, path: str) -> Lying:
-    return Lying(Grid(home.mesh, layout.axes), layout.by_path[path])
+    return lying_of(grids_of(home.mesh), layout, layout.by_path[path])
 
 
 def _whole(home: Home, name: str, shape: tuple[int, ...]) -> Lying:
@@ -298,7 +298,7 @@ def _whole(home: Home, name: str, shape: tuple[int, ...]) -> Lying:
 def _leaf(home: Home, layout: Layout, path: str, block: Tensor) -> Tensor:
     """A DTensor like the leaf of a parameter, over a padded block of its own."""
     entry = layout.by_path[path]
-    alone = Entry(path, entry.shape, entry.dim, entry.block, 0)
+    alone = Entry(path, entry.shape, entry.dim, entry.block, 0, entry.frame)
     own = Layout(layout.axes, (alone,), block.numel(), layout.dtype)
     return home.leaf(block.view(-1), own, path, "params")
 
