@@ -49,6 +49,7 @@ __all__ = [
     "dispatch_modes",
     "fused_adamw",
     "job_store",
+    "joined_group",
     "norms_of_all",
     "offset_in_file",
     "plain_tensors",
@@ -125,6 +126,11 @@ def timeout_of(group: dist.ProcessGroup, device_type: str) -> datetime.timedelta
     """How long a collective of a group may wait; None where the backend does not say."""
     options = getattr(group._get_backend(torch.device(device_type)), "options", None)
     return getattr(options, "_timeout", None)
+
+
+def joined_group(device_mesh: DeviceMesh, names: tuple[str, ...]) -> dist.ProcessGroup:
+    """The group of the ranks that differ along any of several axes of a mesh."""
+    return device_mesh[names]._flatten().get_group()
 
 
 def storage_key(tensor: torch.Tensor) -> int:

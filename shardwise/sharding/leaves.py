@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.derived import LossScale
 from shardwise.sharding.errors import StateError, nearest, summarise
+from shardwise.sharding.frames import Frame, tiles_of
 from shardwise.sharding.layout import Entry, Layout
+from shardwise.sharding.lying import local_runs, rectangle
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.placements import as_dtensor
 from shardwise.sharding.spec import Spec, local_range
@@ -50,9 +52,15 @@ class Home:
     transient: frozenset[str] = frozenset()
     origin: Any = field(default=None, compare=False, repr=False)
 
-    def leaf(self, flat: Tensor, layout: Layout, path: str, home: str) -> DTensor:
-        """One parameter-shaped leaf as a DTensor over a view of its bucket."""
+    def leaf(self, flat: Tensor, layout: Layout, path: str, home: str) -> Tensor:
+        """One parameter-shaped leaf over a view of its bucket.
+
+        A DTensor, but for a parameter that tensor axes cut: that is the plain local block, padded,
+        as its runs of rows have no placements in general. `to_global` of the mapping joins blocks.
+        """
         entry = layout.by_path[path]
+        if entry.frame is not None:
+            return entry.view(flat)
         spec = self.specs[home][path]
         if flat.dtype != layout.dtype:  # optimizer state of a dtype of its own
             spec = spec.with_(dtype=dtype_name(flat.dtype))
@@ -93,8 +101,8 @@ Layouts: TypeAlias = Mapping[str, tuple[Layout, str]]
 """Path to the layout that holds it and the key of the buffer with that layout."""
 
 
-class Leaves(Mapping[str, DTensor]):
-    """Named DTensor leaves over flat buckets, made on demand; nothing is copied."""
+class Leaves(Mapping[str, Tensor]):
+    """Named leaves over flat buckets, made on demand; nothing is copied."""
 
     def __init__(
         self,
@@ -108,13 +116,36 @@ class Leaves(Mapping[str, DTensor]):
         self.layouts = layouts
         self.flats = flats
 
-    def __getitem__(self, path: str) -> DTensor:
+    def __getitem__(self, path: str) -> Tensor:
         found = self.layouts.get(self.home.aliases.get(path, path))
         if found is None:
             raise KeyError(f"{self.name} has no leaf {path!r}; {nearest(path, self.layouts)}")
         layout, key = found
         path = self.home.aliases.get(path, path)
         return self.home.leaf(self.flats()[key], layout, path, self.name)
+
+    def frame(self, path: str) -> Frame | None:
+        """How tensor axes cut a leaf, which is then a plain local block."""
+        path = self.home.aliases.get(path, path)
+        return self.layouts[path][0].by_path[path].frame
+
+    def joined(self, path: str, blocks: Sequence[Tensor]) -> Tensor:
+        """The global tensor behind a leaf that tensor axes cut, in the model's own order.
+
+        Args:
+            path: of the leaf.
+            blocks: of all ranks.
+        """
+        path = self.home.aliases.get(path, path)
+        layout, mesh = self.layouts[path][0], self.home.mesh
+        entry = layout.by_path[path]
+        whole = blocks[0].new_empty(entry.whole)
+        for rank, block in enumerate(blocks):
+            for tile in tiles_of(local_runs(entry, layout, mesh, mesh.coords(rank))):
+                rectangle(whole, tile.offsets, tile.sizes).copy_(
+                    rectangle(block, tile.at, tile.sizes)
+                )
+        return whole
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layouts)
@@ -158,7 +189,7 @@ def fill_layout(target: Tensor, layout: Layout, leaves: Mapping[str, Any], home:
         value = leaves[entry.path]
         local = value.to_local() if isinstance(value, DTensor) else value
         slot = entry.view(target)
-        if layout.axes:
+        if layout.axes and entry.frame is None:
             slot = slot.narrow(entry.dim, 0, _owned_rows(home, layout, entry))
         if not isinstance(local, Tensor) or local.shape != slot.shape:
             got = tuple(local.shape) if isinstance(local, Tensor) else type(local).__name__

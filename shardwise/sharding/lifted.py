@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.sharding.compat import StridedShard
 from shardwise.sharding.errors import SimulationError
+from shardwise.sharding.leaves import Leaves
 
 
 class Lifted:
@@ -86,7 +88,8 @@ def to_global(value: Any) -> Any:
     """The whole tensors behind DTensors, lifted DTensors, and mappings or named tuples of them.
 
     In a real job this is a collective: every rank calls it, in the same order. Costs an all-gather
-    of each leaf and memory for the whole result on every rank.
+    of each leaf and memory for the whole result on every rank. A leaf that tensor axes cut is a
+    plain block that says nothing of the others: pass the mapping, such as `state.params`.
 
     Raises:
         SimulationError: simulated ranks hold different values of something that is not sharded.
@@ -98,6 +101,8 @@ def to_global(value: Any) -> Any:
         return _whole_of_ranks(value)
     if isinstance(value, DTensor):
         return _whole(value)
+    if isinstance(value, Leaves):
+        return {path: _whole_leaf(value, path) for path in value}
     if isinstance(value, Mapping):
         return {key: to_global(part) for key, part in value.items()}
     if isinstance(value, tuple):
@@ -114,8 +119,26 @@ def _whole(value: DTensor) -> Tensor:
     return value.full_tensor()
 
 
+def _whole_leaf(leaves: Leaves, path: str) -> Any:
+    if leaves.frame(path) is None:
+        return to_global(leaves[path])
+    mine = leaves[path].contiguous()
+    blocks = [torch.empty_like(mine) for _ in range(leaves.home.mesh.size)]
+    dist.all_gather(blocks, mine)
+    return leaves.joined(path, blocks)
+
+
+def _whole_leaf_of_ranks(value: Lifted, path: str) -> Any:
+    first: Leaves = value.ranks[0]
+    if first.frame(path) is None:
+        return to_global(value.map(operator.getitem, path))
+    return first.joined(path, [leaves[path] for leaves in value.ranks])
+
+
 def _whole_of_ranks(value: Lifted) -> Any:
     first = value.ranks[0]
+    if isinstance(first, Leaves):
+        return {path: _whole_leaf_of_ranks(value, path) for path in first}
     if isinstance(first, DTensor):
         return _assemble(value.ranks)
     if isinstance(first, Mapping):

@@ -138,7 +138,7 @@ def local_runs(
     return runs_in(entry, place, mesh.index(layout.axes, coords), mesh.product(layout.axes))
 
 
-def window(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+def rectangle(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """The view of a rectangle of a tensor.
 
     Args:

@@ -14,16 +14,18 @@ such messages is ever held.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.sharding.compat import copy_all
+from shardwise.sharding.frames import Tile
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.lying import Grid, Lying
+from shardwise.sharding.lying import Grid, Lying, grids_of, lying_of, rectangle
 from shardwise.sharding.movement import Collective, Mover, finish
 
 MESSAGE_BYTES = 32 << 20
@@ -56,13 +58,28 @@ class Window(NamedTuple):
     of_source: bool
 
 
+class Patch(NamedTuple):
+    """A rectangle of one tensor: where it begins in the block of either side, and its sizes."""
+
+    source_at: tuple[int, ...]
+    target_at: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+_NO_ROWS = (0, 0)
+
+
 class Piece(NamedTuple):
-    """Rows of one tensor that go from one rank to another: ranges of the two cut dimensions."""
+    """Rows of one tensor that go from one rank to another: ranges of the two cut dimensions.
+
+    Where tensor axes cut either side, rows say nothing and `patch` all.
+    """
 
     path: str
     peer: int
     source_rows: tuple[int, int]
     target_rows: tuple[int, int]
+    patch: Patch | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +102,14 @@ class Fill:
 
     def lying(self, path: str) -> Lying:
         """How a tensor lies in the target."""
-        return Lying(self.grid, self.layout.by_path[path])
+        entry = self.layout.by_path[path]
+        if entry.frame is None:
+            return Lying(self.grid, entry)
+        return lying_of(self._grids, self.layout, entry)
+
+    @cached_property
+    def _grids(self) -> Callable[[tuple[str, ...]], Grid]:
+        return grids_of(self.grid.mesh)
 
     def wires(self) -> dict[torch.dtype, tuple[str, ...]]:
         """Paths by the dtype that travels: the narrower of source and target."""
@@ -197,7 +221,7 @@ def _overlap(part: Lying, others: Lying) -> int:
     count = len(others.grid.holders)
     if not part.entry.shape or count == 1:
         return 1
-    if part.entry.dim != others.entry.dim:
+    if part.entry.dim != others.entry.dim or _is_framed(part, others):
         return count
     mine, theirs = part.entry.block[part.entry.dim], others.entry.block[others.entry.dim]
     return min(count, -(-mine // max(1, theirs)) + 1)
@@ -228,6 +252,7 @@ def _stays(source: Lying, target: Lying) -> bool:
     if not axes:
         return True
     same = source.grid.mesh == target.grid.mesh and source.entry.dim == target.entry.dim
+    same = same and source.entry.frame == target.entry.frame
     return same and finer[: len(axes)] == axes
 
 
@@ -235,6 +260,12 @@ def _needed(window: Window, source: Lying, target: Lying, rank: int) -> Iterator
     """What this rank's target part is made of; the peer is the rank itself where it has it."""
     here = target.grid.part_of[rank]
     mine = source.grid.part_of[rank]
+    if _is_framed(source, target):
+        for part in range(len(source.grid.holders)):
+            peer = rank if part == mine else source.grid.holder_for(part, rank)
+            for patch in _patches(window, source, target, part, rank):
+                yield Piece(window.path, peer, _NO_ROWS, _NO_ROWS, patch)
+        return
     for part in _overlapping(source, target, target.rows(here)):
         rows = _common(window, source, target, source.rows(part), target.rows(here))
         if rows is not None:
@@ -247,6 +278,12 @@ def _sent(window: Window, source: Lying, target: Lying, rank: int) -> Iterator[P
     mine = source.grid.part_of[rank]
     if len(source.grid.holders) == 1:
         return
+    if _is_framed(source, target):
+        for peer, part in enumerate(source.grid.part_of):
+            if part != mine and source.grid.holder_for(mine, peer) == rank:
+                for patch in _patches(window, source, target, mine, peer):
+                    yield Piece(window.path, peer, _NO_ROWS, _NO_ROWS, patch)
+        return
     source_rows = source.rows(mine)
     for part in _overlapping(target, source, source_rows):
         rows = _common(window, source, target, source_rows, target.rows(part))
@@ -255,6 +292,47 @@ def _sent(window: Window, source: Lying, target: Lying, rank: int) -> Iterator[P
         for peer in target.grid.holders[part]:
             if source.grid.part_of[peer] != mine and source.grid.holder_for(mine, peer) == rank:
                 yield Piece(window.path, peer, *rows)
+
+
+def _is_framed(source: Lying, target: Lying) -> bool:
+    return source.entry.frame is not None or target.entry.frame is not None
+
+
+def _patches(rows: Window, source: Lying, target: Lying, part: int, rank: int) -> Iterator[Patch]:
+    """What a rank takes of a part of the source; of copies it takes its own, else the first."""
+    mine = source.grid.part_of[rank]
+    tiles = source.tiles(mine)
+    if part != mine:
+        tiles = tuple(tile for tile in source.first_tiles(part) if tile not in tiles)
+    side = (source if rows.of_source else target).entry
+    for given in tiles:
+        for wanted in target.tiles(target.grid.part_of[rank]):
+            patch = _clipped_patch(rows, given, wanted, side.dim)
+            if all(patch.sizes):
+                yield patch
+
+
+def _clipped_patch(rows: Window, given: Tile, wanted: Tile, dim: int) -> Patch:
+    """What two tiles have in common inside of a window; sizes of 0 for nothing."""
+    starts = [max(a, b) for a, b in zip(given.offsets, wanted.offsets, strict=True)]
+    stops = [
+        min(a + m, b + n)
+        for a, m, b, n in zip(given.offsets, given.sizes, wanted.offsets, wanted.sizes, strict=True)
+    ]
+    side = given if rows.of_source else wanted
+    shift = side.offsets[dim] - side.at[dim]
+    starts[dim] = max(starts[dim], rows.first + shift)
+    stops[dim] = min(stops[dim], rows.stop + shift)
+    return Patch(
+        _place(given, starts),
+        _place(wanted, starts),
+        tuple(max(0, stop - start) for start, stop in zip(starts, stops, strict=True)),
+    )
+
+
+def _place(tile: Tile, starts: Sequence[int]) -> tuple[int, ...]:
+    """Where a row of the tensor is in the block that holds a tile."""
+    return tuple(a - b + c for a, b, c in zip(starts, tile.offsets, tile.at, strict=True))
 
 
 def _overlapping(parts: Lying, other: Lying, rows: tuple[int, int]) -> range:
@@ -289,12 +367,16 @@ def _clipped(window: Window, rows: tuple[int, int]) -> tuple[int, int]:
 
 def _source_view(fill: Fill, piece: Piece) -> Tensor:
     lying, block = fill.sources[piece.path]
+    if piece.patch is not None:
+        return rectangle(block, piece.patch.source_at, piece.patch.sizes)
     return _view(block, lying, piece.source_rows, fill.lying(piece.path), piece.target_rows)
 
 
 def _target_view(fill: Fill, piece: Piece) -> Tensor:
     lying = fill.lying(piece.path)
     block = lying.entry.view(fill.target)
+    if piece.patch is not None:
+        return rectangle(block, piece.patch.target_at, piece.patch.sizes)
     other = fill.sources[piece.path].lying
     return _view(block, lying, piece.target_rows, other, piece.source_rows)
 
@@ -313,6 +395,8 @@ def _view(
 
 
 def _shape(fill: Fill, piece: Piece) -> tuple[int, ...]:
+    if piece.patch is not None:
+        return piece.patch.sizes
     entry, source = fill.layout.by_path[piece.path], fill.sources[piece.path].lying.entry
     shape = list(entry.shape)
     if shape:

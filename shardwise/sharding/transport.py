@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.sharding.compat import set_group_timeout, timeout_of
+from shardwise.sharding.compat import joined_group, set_group_timeout, timeout_of
 from shardwise.sharding.movement import Pending, Transport, finish
 
 _SMALL_BYTES = 256 * 1024
@@ -271,11 +271,17 @@ def _add_rows(out: Tensor, rows: Sequence[Tensor]) -> None:
         out.add_(row)
 
 
-def make_transport(device_mesh: DeviceMesh, *, timeout: float | None = None) -> Transport:
+def make_transport(
+    device_mesh: DeviceMesh,
+    *,
+    joins: Sequence[tuple[str, tuple[str, ...]]] = (),
+    timeout: float | None = None,
+) -> Transport:
     """The transport for the backend of a torch mesh, with a group for every axis that has peers.
 
     Args:
         device_mesh: over all ranks of the job.
+        joins: names of axes that several axes make together, with these.
         timeout: seconds that a collective may wait, in groups of its own where the default group
             waits for another time; default: as long as one of the default group, where torch would
             give every axis its own 30 minutes.
@@ -296,6 +302,11 @@ def make_transport(device_mesh: DeviceMesh, *, timeout: float | None = None) -> 
             elif waits is not None:
                 set_group_timeout(waits, group)
             groups[name] = group
+    for name, parts in joins:
+        joined = joined_group(device_mesh, parts)
+        if waits is not None:
+            set_group_timeout(waits, joined)
+        groups[name] = joined
     backend = str(dist.get_backend())
     return Gloo(groups, everyone) if "gloo" in backend else Native(groups, everyone)
 

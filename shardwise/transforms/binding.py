@@ -20,6 +20,7 @@ from shardwise.transforms.regions import Region
 from shardwise.transforms.replaying import aside
 from shardwise.transforms.tensor_layers import (
     Boundary,
+    Run,
     find_boundaries,
     install_boundary,
     install_ints,
@@ -88,7 +89,9 @@ class Guide(Protocol):
         """An activation on the other side of a boundary."""
         ...
 
-    def look_up(self, boundary: Boundary, module: nn.Embedding, tokens: Tensor, /) -> Tensor:
+    def look_up(
+        self, boundary: Boundary, module: nn.Embedding, run: Run, tokens: Tensor, /
+    ) -> Tensor:
         """Rows of an embedding whose vocabulary is cut."""
         ...
 

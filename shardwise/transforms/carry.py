@@ -26,7 +26,7 @@ from shardwise.sharding.errors import StateError, summarise
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.leaves import Flats, Home
 from shardwise.sharding.lifted import Lifted
-from shardwise.sharding.lying import Grid, Lying, grids_of
+from shardwise.sharding.lying import Grid, grids_of, lying_of
 from shardwise.sharding.movement import Collective, Mover, payload_bytes
 from shardwise.sharding.opt_state import groups_of
 from shardwise.sharding.plan import Plan
@@ -246,7 +246,7 @@ def _parameters(state: State, grid: Callable[[tuple[str, ...]], Grid]) -> dict[s
         if bucket.has_master and bucket.opt:
             layout, flat = bucket.opt, state.masters[bucket.name]
         for entry in layout.entries:
-            found[entry.path] = Held(Lying(grid(layout.axes), entry), entry.view(flat))
+            found[entry.path] = Held(lying_of(grid, layout, entry), entry.view(flat))
     return found
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardwise.sharding.buckets import Group
 from shardwise.sharding.leaves import Flats
-from shardwise.sharding.lying import Grid, Lying
+from shardwise.sharding.lying import Grid, Lying, lying_of
 from shardwise.sharding.opt_state import is_over, resting_keys
 from shardwise.sharding.pytree import NAMESPACE
 from shardwise.sharding.relocate import Fill, Held
@@ -143,10 +143,10 @@ class OptCarry:
         numbers: Flats = {}
         for group in self.source_groups:
             value = old.get(group.key)
-            grid = self.source_grid(group.layout.axes)
             for entry in group.layout.entries:
                 if value is not None and value.shape == (group.layout.length,):
-                    held[entry.path] = Held(Lying(grid, entry), entry.view(value))
+                    lying = lying_of(self.source_grid, group.layout, entry)
+                    held[entry.path] = Held(lying, entry.view(value))
                 elif value is not None:
                     numbers[entry.path] = value
                 elif entry.path in old:

@@ -155,7 +155,7 @@ def gathered(mover: Mover, tensor: Tensor, item: Collective, dim: int, rows: int
     stack = mine.new_empty((ranks, *mine.shape))
     finish(mover.all_gather(stack.view(-1), mine.view(-1), item))
     whole = stack[0] if ranks == 1 else torch.cat(stack.unbind(0), dim)
-    return whole.narrow(dim, 0, rows)
+    return whole.narrow(dim, 0, rows).contiguous()  # as what the model would see uncut
 
 
 def scattered(mover: Mover, tensor: Tensor, item: Collective, dim: int) -> Tensor:

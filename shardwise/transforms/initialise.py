@@ -14,7 +14,7 @@ from shardwise.sharding.errors import InitError, summarise
 from shardwise.sharding.frames import tiles_of
 from shardwise.sharding.layout import Layout, Regroup, make_layout
 from shardwise.sharding.leaves import Flats
-from shardwise.sharding.lying import local_runs, window
+from shardwise.sharding.lying import local_runs, rectangle
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.movement import Transport
 from shardwise.sharding.units import ParamInfo
@@ -110,8 +110,8 @@ class Shards:
             if entry.frame is not None:
                 block = entry.view(flat)
                 for tile in tiles_of(local_runs(entry, layout, self._mesh, self._coords)):
-                    values = window(whole.detach(), tile.offsets, tile.sizes)
-                    window(block, tile.at, tile.sizes).copy_(values)
+                    values = rectangle(whole.detach(), tile.offsets, tile.sizes)
+                    rectangle(block, tile.at, tile.sizes).copy_(values)
                 continue
             if not layout.axes:
                 entry.view(flat).copy_(whole)

@@ -183,7 +183,7 @@ class _Nobody:
         """Unchanged."""
         return tensor
 
-    def look_up(self, boundary: Boundary, module: nn.Embedding, tokens: Any) -> Any:
+    def look_up(self, boundary: Boundary, module: nn.Embedding, run: Any, tokens: Any) -> Any:
         """There is nobody to ask."""
         raise LowerError(f"Module {boundary.path!r} is called while nothing runs.")
 

@@ -19,7 +19,7 @@ from shardwise.transforms.crossings import Cross, Crossing
 from shardwise.transforms.order import CROSS, RECROSS, Action, Schedule, Walk, call_of
 from shardwise.transforms.outputs import place, replace_tensors
 from shardwise.transforms.regions import Region, checkpointed
-from shardwise.transforms.tensor_layers import Boundary, cut_lookup
+from shardwise.transforms.tensor_layers import Boundary, Run, cut_lookup
 from shardwise.transforms.unit_runtime import Call, UnitRuntime
 
 
@@ -280,11 +280,13 @@ class Engine:
                 tensor = self._cross(name, crossing, tensor)
         return tensor
 
-    def look_up(self, boundary: Boundary, module: nn.Embedding, tokens: Tensor, /) -> Tensor:
+    def look_up(
+        self, boundary: Boundary, module: nn.Embedding, run: Run, tokens: Tensor, /
+    ) -> Tensor:
         """See `cut_lookup`."""
         (axis,) = boundary.axes
         place = self.mover.mesh.index(self.mover.mesh.parts(axis), self.mover.coords)
-        return cut_lookup(module, tokens, place=place, rows=boundary.rows)
+        return cut_lookup(module, run, tokens, place=place, rows=boundary.rows)
 
     def _cross(self, name: str, crossing: Crossing, tensor: Tensor) -> Tensor:
         known = self._recent.find(crossing, tensor)

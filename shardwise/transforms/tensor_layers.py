@@ -56,6 +56,10 @@ class Boundary:
         return f"{self.path}{role} {place} {axis}"
 
 
+Run = Callable[[Tensor], Tensor]
+"""The forward of an embedding."""
+
+
 class Crosser(Protocol):
     """Who is asked at a boundary."""
 
@@ -63,7 +67,9 @@ class Crosser(Protocol):
         """The tensor on the other side."""
         ...
 
-    def look_up(self, boundary: Boundary, module: nn.Embedding, tokens: Tensor, /) -> Tensor:
+    def look_up(
+        self, boundary: Boundary, module: nn.Embedding, run: Run, tokens: Tensor, /
+    ) -> Tensor:
         """Rows of an embedding whose vocabulary is cut: zeros for tokens of other ranks."""
         ...
 
@@ -180,8 +186,13 @@ def install_boundary(module: nn.Module, boundary: Boundary, guide: Callable[[], 
     if boundary.role == "layer" and isinstance(module, nn.Embedding) and boundary.rows:
         _refuse_options(boundary.path, module)
 
-        def look_up(tokens: Tensor, embedding: nn.Embedding = module) -> Tensor:
-            return guide().look_up(boundary, embedding, tokens)
+        own: Callable[..., Any] = module.forward
+
+        def look_up(tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            def run(local: Tensor) -> Tensor:
+                return own(local, *args, **kwargs)
+
+            return guide().look_up(boundary, module, run, tokens)
 
         inner = look_up
     adds_bias = boundary.cuts_input and _is_linear_with_bias(module)
@@ -210,13 +221,15 @@ def _crossed(tree: Any, way: str, boundary: Boundary, guide: Crosser) -> Any:
 
 
 def _is_linear_with_bias(module: nn.Module) -> bool:
-    return type(module).forward is nn.Linear.forward and getattr(module, "bias", None) is not None
+    known = type(module).forward is nn.Linear.forward or type(module).__name__ == _TRANSPOSED
+    return known and getattr(module, "bias", None) is not None
 
 
 def _crossed_linear(module: Any, x: Tensor, boundary: Boundary, guide: Crosser) -> Tensor:
     """A linear layer with its bias added to what has crossed: once, not on every rank."""
-    product = functional.linear(x, module.weight)
-    whole = _crossed(product, "out", boundary, guide)
+    transposed = type(module).__name__ == _TRANSPOSED
+    weight = module.weight.t() if transposed else module.weight
+    whole = _crossed(functional.linear(x, weight), "out", boundary, guide)
     return whole + module.bias
 
 
@@ -233,12 +246,13 @@ def _refuse_options(path: str, module: nn.Embedding) -> None:
 
 
 def cut_lookup(
-    module: nn.Embedding, tokens: Tensor, *, place: int, rows: int, check: bool = True
+    module: nn.Embedding, run: Run, tokens: Tensor, *, place: int, rows: int, check: bool = True
 ) -> Tensor:
     """Rows of the tokens that this rank has, zeros for the others: the sum over ranks is whole.
 
     Args:
         module: bound to this rank's rows.
+        run: its forward, in which a row of the result depends on its own token.
         tokens: of the whole vocabulary.
         place: of the rank.
         rows: of the vocabulary.
@@ -254,5 +268,12 @@ def cut_lookup(
             raise IndexError(f"tokens from {low} to {high}; the vocabulary has {rows} rows")
     local = tokens - place * count
     mine = (local >= 0) & (local < count)
-    found = functional.embedding(torch.where(mine, local, 0), module.weight)
-    return found * mine.unsqueeze(-1).to(found.dtype)
+    padding = module.padding_idx
+    if padding is not None:
+        here = padding - place * count
+        module.padding_idx = here if 0 <= here < count else None
+    try:
+        found = run(torch.where(mine, local, 0))
+    finally:
+        module.padding_idx = padding
+    return torch.where(mine.unsqueeze(-1), found, found.new_zeros(()))

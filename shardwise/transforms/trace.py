@@ -31,7 +31,7 @@ from shardwise.transforms.loss import parse_loss
 from shardwise.transforms.order import Event, call_of
 from shardwise.transforms.outputs import replace_tensors
 from shardwise.transforms.regions import Region
-from shardwise.transforms.tensor_layers import Boundary
+from shardwise.transforms.tensor_layers import Boundary, Run
 from shardwise.transforms.typed_trace import Typed, untraced
 
 LossFunction = Callable[[Any, Any], Any]
@@ -185,10 +185,10 @@ class Tracer:
         """Choose how an activation crosses, by its type."""
         return tensor if self.typed is None else self.typed.crossings.cross(boundary, place, tensor)
 
-    def look_up(self, boundary: Boundary, module: nn.Embedding, tokens: Tensor) -> Tensor:
+    def look_up(self, boundary: Boundary, module: nn.Embedding, run: Run, tokens: Tensor) -> Tensor:
         """Each rank has a summand."""
         assert self.typed is not None
-        return self.typed.look_up(boundary, module, tokens)
+        return self.typed.look_up(boundary, module, run, tokens)
 
     def _named(self, unit: Unit) -> Iterable[tuple[str, Tensor]]:
         return zip(unit.params, self._values[unit.name], strict=True)

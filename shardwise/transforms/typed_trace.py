@@ -21,7 +21,7 @@ from shardwise.transforms.activation_types import (
 from shardwise.transforms.crossing_trace import CrossingTrace
 from shardwise.transforms.loss import Loss
 from shardwise.transforms.order import Event
-from shardwise.transforms.tensor_layers import Boundary, cut_lookup
+from shardwise.transforms.tensor_layers import Boundary, Run, cut_lookup
 from shardwise.transforms.typing_mode import TypingMode
 
 
@@ -61,10 +61,10 @@ class Typed:
         for path, value in values.items():
             self.types.set(value, {axis.name: _start(plan, path, axis.parts) for axis in axes})
 
-    def look_up(self, boundary: Boundary, module: nn.Embedding, tokens: Tensor) -> Tensor:
+    def look_up(self, boundary: Boundary, module: nn.Embedding, run: Run, tokens: Tensor) -> Tensor:
         """What a rank finds of a cut vocabulary: a summand."""
         with self.mode.untyped():
-            found = cut_lookup(module, tokens, place=0, rows=boundary.rows, check=False)
+            found = cut_lookup(module, run, tokens, place=0, rows=boundary.rows, check=False)
         kinds: dict[str, Type] = {axis: Free() for axis in self.types.axes}
         self.types.set(found, kinds | {axis: Partial() for axis in boundary.axes})
         return found

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.sharding.buckets import Group
 from shardwise.sharding.layout import Entry, Layout
 from shardwise.sharding.leaves import Flats
-from shardwise.sharding.lying import Grid, Lying, grids_of, lying_of, window
+from shardwise.sharding.lying import Grid, Lying, grids_of, lying_of, rectangle
 from shardwise.sharding.opt_state import groups_of, is_over, resting_keys
 from shardwise.sharding.pytree import NAMESPACE
 from shardwise.sharding.state import State
@@ -91,7 +91,7 @@ class Record:
     def pieces(self, rank: int) -> tuple[tuple[Box, Tensor], ...]:
         """This rank's rectangles, and views of `block` with their values; no padding."""
         return tuple(
-            (Box(tile.offsets, tile.sizes), window(self.block, tile.at, tile.sizes))
+            (Box(tile.offsets, tile.sizes), rectangle(self.block, tile.at, tile.sizes))
             for tile in self.lying.tiles(self.part_of(rank))
         )
 
@@ -101,7 +101,7 @@ class Record:
             at = tuple(a - b for a, b in zip(box.offsets, own.offsets, strict=True))
             limits = zip(at, box.sizes, own.sizes, strict=True)
             if all(start >= 0 and start + size <= limit for start, size, limit in limits):
-                return window(values, at, box.sizes)
+                return rectangle(values, at, box.sizes)
         assert box.numel == 0, (self.name, box)
         return self.block.new_empty(box.sizes)
 
