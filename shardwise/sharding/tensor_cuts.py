@@ -1,14 +1,15 @@
 """Which parts of which parameters tensor axes cut, from the names of dimensions; and the frames.
 
 [Note: fewer heads than ranks]
-Names in `SHARED` may be cut into fewer parts than an axis has ranks, if these divide: `kv` of 2 heads
-over `tp=4`. The axis is then split (`tp0=2, tp1=2`), the name is cut over the first part only, and
-ranks along the rest hold copies: specs show it, and gradients are summed over the copies. The axis
-keeps its own name for collectives over all of it.
+Names in `SHARED` may be cut into fewer parts than an axis has ranks, if these divide: `kv` of 2
+heads over `tp=4`. The axis is then split (`tp0=2, tp1=2`), the name is cut over the first part
+only, and ranks along the rest hold copies: specs show it, and gradients are summed over the copies.
+The axis keeps its own name for collectives over all of it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -204,7 +205,7 @@ def _split(cuts: Cuts, axis: str, by_name: Mapping[str, int]) -> None:
     """Split an axis so that every name is cut over the first parts of it."""
     ranks = cuts.mesh[axis]
     points = sorted({1, *by_name.values(), ranks})
-    sizes = [b // a for a, b in zip(points, points[1:], strict=False)]
+    sizes = [b // a for a, b in itertools.pairwise(points)]
     parts = (axis,)
     if len(sizes) > 1:
         parts = tuple(f"{axis}{number}" for number in range(len(sizes)))
@@ -230,8 +231,28 @@ def _mark(cuts: Cuts, info: ParamInfo, pairs: Sequence[tuple[Asked, str]]) -> No
                 marks[at] = (*marks.get(at, ()), *mesh_axes)
     spec = Spec(info.axes, tuple(marks.items()))
     frame = make_frame(spec, info.shape, cuts.mesh, cuts.sizes[info.path])
-    if frame is not None:
-        cuts.frames[info.path] = frame
+    if frame is None:
+        return
+    cuts.frames[info.path] = frame
+    for one in {one for one, _ in pairs}:
+        parts = {n: cuts.axes[one.axis].cuts[n] for other, n in pairs if other.axis == one.axis}
+        if len(set(parts.values())) > 1:
+            cuts.failures.append(_copies_inside(one, info, parts, cuts.mesh[one.axis]))
+
+
+def _copies_inside(one: Asked, info: ParamInfo, parts: Mapping[str, int], ranks: int) -> Failure:
+    told = ", ".join(f"{name} into {count}" for name, count in parts.items())
+    return Failure(
+        by=one.by,
+        problem="cannot copy a part of {count}",
+        path=info.path,
+        tail=f"shape {info.shape}   axes '{info.axes}'",
+        fact=f"{told} parts over {ranks} ranks.",
+        why="Parts that ranks share lie beside parts that they do not: one gradient of a fused "
+        "tensor cannot be summed over the copies of some of its rows.",
+        fix=f"{one.axis}={min(parts.values())}, or separate tensors for q, k and v",
+        numbers={"parts": dict(parts), "ranks": ranks},
+    )
 
 
 def copy_axes(frame: Frame | None, axes: Sequence[TensorAxis]) -> tuple[str, ...]:

@@ -42,7 +42,14 @@ class CrossingRun:
         self._rows = tensor.shape[crossing.dim] if tensor.ndim else 1
         if crossing.kind in ("gather", "collect"):
             self._rows = crossing.rows or rows or self._rows * self._ranks
-        self.items = crossed(crossing, tensor.shape, self._rows, tensor.dtype, self._ranks, place)
+        self.items = crossed(
+            crossing,
+            tensor.shape,
+            tensor.dtype,
+            rows=self._rows,
+            ranks=self._ranks,
+            place=place,
+        )
 
     @property
     def _place(self) -> int:

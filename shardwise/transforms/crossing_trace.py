@@ -163,7 +163,7 @@ class CrossingTrace:
             self._rows[crossing.stack] = rows
         if crossing.kind in ("gather", "collect"):
             rows = crossing.rows or self._rows.get(crossing.stack, rows * ranks)
-        moved = crossed(crossing, tensor.shape, rows, tensor.dtype, ranks, name)
+        moved = crossed(crossing, tensor.shape, tensor.dtype, rows=rows, ranks=ranks, place=name)
         others = {one: self._types.of(tensor, one) for one in self._types.axes if one != axis}
         forward = _shape_only(crossing, rows, ranks, backward=False)
         needs_grad = torch.is_grad_enabled() and tensor.requires_grad

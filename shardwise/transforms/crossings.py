@@ -86,15 +86,15 @@ class Channel(Protocol):
 
 
 def crossed(
-    crossing: Crossing, shape: torch.Size, rows: int, dtype: torch.dtype, ranks: int, place: str
+    crossing: Crossing, shape: torch.Size, dtype: torch.dtype, *, rows: int, ranks: int, place: str
 ) -> Crossed:
     """The collectives of a crossing.
 
     Args:
         crossing: what happens.
         shape: of the tensor that crosses, on every rank.
-        rows: of the cut dimension on all ranks together.
         dtype: of the elements.
+        rows: of the cut dimension on all ranks together.
         ranks: along the axis.
         place: of the boundary, for reports.
     """

@@ -32,6 +32,7 @@ from shardwise.transforms.order import (
     stays_open,
 )
 from shardwise.transforms.stepping import Stepping, make_stepping
+from shardwise.transforms.tensor_calls import Lengths
 from shardwise.transforms.tensor_sums import TensorSum, plan_sums
 from shardwise.transforms.trace import LossFunction, Trace
 
@@ -64,6 +65,7 @@ class Lowering:
         calls_dropout: whether a trace has met a call of `sw.dropout` outside of `sw.Dropout`.
         crossings: how activations cross boundaries, by name.
         replicated: by tensor axis, whole parameters of whose gradient each rank has a part.
+        lengths: see [Note: which dimension is cut].
     """
 
     plan: Plan
@@ -86,6 +88,7 @@ class Lowering:
     calls_dropout: bool = False
     crossings: Mapping[str, Crossing] = field(default_factory=dict)
     replicated: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    lengths: Lengths = field(default_factory=dict)
 
     @cached_property
     def tensor_sums(self) -> tuple[TensorSum, ...]:
@@ -305,4 +308,5 @@ class Lowering:
             calls_dropout=seen.calls_dropout,
             crossings=seen.crossings,
             replicated=seen.replicated,
+            lengths=seen.lengths,
         )

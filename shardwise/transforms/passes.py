@@ -26,6 +26,7 @@ from shardwise.transforms.micro import MicroBatches, cut_batch, not_for_eval
 from shardwise.transforms.runtime import Engine
 from shardwise.transforms.scalars import changed_metrics, changed_terms, other_counts
 from shardwise.transforms.settle import Failure
+from shardwise.transforms.tensor_context import in_tensor_context
 
 _MISSING = object()
 """The micro-batch of a pass that this rank has none for; None could be a batch of the user's."""
@@ -111,7 +112,8 @@ class Passes:
                     located=lowering.locates,
                 )
                 streams = self._keyed(lowering, state, number)
-                with streams, drawing(draws), checks, torch.enable_grad():
+                context = in_tensor_context(engine.calls)
+                with streams, drawing(draws), context, checks, torch.enable_grad():
                     engine.begin(state.flats, "train", schedule)
                     loss = self._pass(lowering, state, micro, counts, draws, enabled=enabled)
                 losses += [loss] if loss is not None else []
@@ -194,7 +196,12 @@ class Passes:
             if isinstance(batch, MicroBatches):
                 raise not_for_eval(len(batch))
             streams = keyed(key(int(state.seed), "eval"), self._device)
-            with streams, drawing(EvalDraws()), torch.no_grad():
+            with (
+                streams,
+                drawing(EvalDraws()),
+                in_tensor_context(self._engine.calls),
+                torch.no_grad(),
+            ):
                 self._engine.open()
                 self._engine.begin(state.flats, "eval", lowering.schedule)
                 loss = None if batch is None else self._loss(lowering, batch)

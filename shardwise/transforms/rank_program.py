@@ -348,6 +348,7 @@ class RankProgram:
             call=self.mover.call,
         )
         self.engine.crossings = self.lowering.crossings
+        self.engine.calls.lengths = self.lowering.lengths
         if self.lowering.locates:
             self.stage.locate_all()
         self._settled = True

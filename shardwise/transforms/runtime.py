@@ -19,6 +19,7 @@ from shardwise.transforms.crossings import Cross, Crossing
 from shardwise.transforms.order import CROSS, RECROSS, Action, Schedule, Walk, call_of
 from shardwise.transforms.outputs import place, replace_tensors
 from shardwise.transforms.regions import Region, checkpointed
+from shardwise.transforms.tensor_calls import RunCalls
 from shardwise.transforms.tensor_layers import Boundary, Run, cut_lookup
 from shardwise.transforms.unit_runtime import Call, UnitRuntime
 
@@ -37,6 +38,14 @@ class Engine:
         self.crossings: Mapping[str, Crossing] = {}
         self._recent = Recent()
         self._sequences: dict[str, int] = {}
+        self.calls = RunCalls(
+            mover.mesh,
+            mover.coords,
+            numbers=self._cross,
+            enter=lambda name, tensor, axis: self.cross(
+                Boundary(name, "call", (axis,)), "in0", tensor
+            ),
+        )
         self.phase = "idle"
         self.used: set[str] = set()
         self._tokens: list[Tensor] = []
@@ -297,6 +306,9 @@ class Engine:
         rows = self._sequences.get(crossing.stack, 0) if crossing.stack else 0
         run = CrossingRun(crossing, name, tensor, self.mover, rows=rows)
         needs_grad = torch.is_grad_enabled() and tensor.requires_grad
+        if crossing.kind == "numbers":
+            self._meet_crossing(name, again=self.phase == "backward")
+            return run.forward(tensor)
         if crossing.kind == "copy" and not needs_grad:
             return tensor
 

@@ -5,9 +5,10 @@ A module that holds cut parameters is a boundary: its floating inputs and output
 the guide, which says how they cross (a trace decides by types, a step repeats it). So is a
 *region*, the module that holds such layers side by side and reads shapes from its input (an
 attention block): with a cut sequence, its input must be whole before its forward looks at it. And
-so are the ends of a stack of blocks between which the sequence is cut. Two modules are more than that: an embedding
-whose vocabulary is cut looks up what it has, and a linear layer whose input is cut adds its bias
-after the sum. Everything happens on the private template, in the place of `forward`.
+so are the ends of a stack of blocks between which the sequence is cut. Two modules are more than
+that: an embedding whose vocabulary is cut looks up what it has, and a linear layer whose input is
+cut adds its bias after the sum. Everything happens on the private template, in the place of
+`forward`.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def _is_cut(plan: Plan, path: str, module: nn.Module, *, ends: int) -> bool:
     """Whether a layer's input (`ends` 0) or output (1) is cut."""
     info = next((i for i in plan.infos if f"{path}.weight" in i.names), None)
     frame = None if info is None else plan.tensor.frames.get(info.path)
-    if frame is None or len(frame.shape) < 2 or isinstance(module, nn.Embedding):  # noqa: PLR2004
+    if frame is None or len(frame.shape) < 2 or isinstance(module, nn.Embedding):
         return False
     inputs = 0 if type(module).__name__ == _TRANSPOSED else 1
     return (inputs in frame.cut_dims) != bool(ends)

@@ -31,6 +31,8 @@ from shardwise.transforms.loss import parse_loss
 from shardwise.transforms.order import Event, call_of
 from shardwise.transforms.outputs import replace_tensors
 from shardwise.transforms.regions import Region
+from shardwise.transforms.tensor_calls import Lengths
+from shardwise.transforms.tensor_context import in_tensor_context
 from shardwise.transforms.tensor_layers import Boundary, Run
 from shardwise.transforms.typed_trace import Typed, untraced
 
@@ -58,6 +60,7 @@ class Trace:
         crossings: how activations cross boundaries, by the name of each crossing.
         replicated: by tensor axis, parameters that are whole and of whose gradient each rank has
             a part.
+        lengths: by length of a dimension that a loss asked about, how it is cut.
     """
 
     events: tuple[Event, ...]
@@ -71,6 +74,7 @@ class Trace:
     calls_dropout: bool = False
     crossings: Mapping[str, Crossing] = field(default_factory=dict)
     replicated: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    lengths: Lengths = field(default_factory=dict)
 
 
 def like(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -307,7 +311,12 @@ def _trace(
         if run.note:
             raise untraced(run.note)
         typed = tracer.typed
-        seen = replace(seen, crossings=typed.crossings.chosen, replicated=typed.replicated())
+        seen = replace(
+            seen,
+            crossings=typed.crossings.chosen,
+            replicated=typed.replicated(),
+            lengths=typed.calls.lengths,
+        )
     if run.note or tracer.activations is None:
         return seen
     return replace(
@@ -348,6 +357,8 @@ class _Run:
                     around.enter_context(one)
                 around.enter_context(self.writes)
                 around.enter_context(typing)
+                if tracer.typed is not None:
+                    around.enter_context(in_tensor_context(tracer.typed.calls))
                 tracer.enter("")
                 loss = parse_loss(self._loss_fn(self._stage.template.module, inputs), inputs)
                 self.aux, self.terms = tuple(loss.aux), tuple(loss.terms)

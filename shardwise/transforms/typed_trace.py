@@ -21,6 +21,7 @@ from shardwise.transforms.activation_types import (
 from shardwise.transforms.crossing_trace import CrossingTrace
 from shardwise.transforms.loss import Loss
 from shardwise.transforms.order import Event
+from shardwise.transforms.tensor_calls import TracedCalls
 from shardwise.transforms.tensor_layers import Boundary, Run, cut_lookup
 from shardwise.transforms.typing_mode import TypingMode
 
@@ -58,6 +59,14 @@ class Typed:
             collects=collects,
             sequences=frozenset(axis.name for axis in axes if axis.sequence),
         )
+        self.calls = TracedCalls(
+            plan.mesh,
+            self.types,
+            events,
+            around,
+            untyped=self.mode.untyped,
+            enter=self._enter,
+        )
         for path, value in values.items():
             self.types.set(value, {axis.name: _start(plan, path, axis.parts) for axis in axes})
 
@@ -68,6 +77,9 @@ class Typed:
         kinds: dict[str, Type] = {axis: Free() for axis in self.types.axes}
         self.types.set(found, kinds | {axis: Partial() for axis in boundary.axes})
         return found
+
+    def _enter(self, name: str, tensor: Tensor, axis: str) -> Tensor:
+        return self.crossings.cross(Boundary(name, "call", (axis,)), "in0", tensor)
 
     def finish(self, loss: Loss) -> None:
         """Check that the loss is equal on all ranks, and note which crossings backward reaches.
