@@ -13,7 +13,7 @@ from shardwise.sharding.errors import PlanError
 from shardwise.sharding.frames import Frame
 from shardwise.sharding.grammar import Position
 from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.tensor_cuts import Asked, Cuts, TensorAxis, cut_tensors
+from shardwise.sharding.tensor_cuts import CUT, WHOLE, Asked, Cuts, TensorAxis, cut_tensors
 from shardwise.sharding.tree import FrozenMap
 from shardwise.sharding.units import ParamInfo
 
@@ -70,7 +70,7 @@ def resolve_cuts(draft: TensorDraft, base: Base, infos: dict[str, ParamInfo]) ->
 def _names(edit: TensorEdit, base: Base) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
     """Names that are cut, and all that have a rule; None for the default ones."""
     if edit.names is not None:
-        return edit.names, base.rules.names if base.rules else edit.names
+        return edit.names, base.rules.names if base.rules else (*CUT, *WHOLE)
     if base.rules is None:
         return None, ()
     cut = tuple(name for name, axes in base.rules.pairs if edit.axis in axes)

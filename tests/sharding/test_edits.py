@@ -17,6 +17,8 @@ from shardwise.sharding.edits import (
     LossScaleEdit,
     PrefetchEdit,
     RematEdit,
+    SequenceEdit,
+    TensorEdit,
     TreeAtEdit,
 )
 from shardwise.sharding.errors import PlanError
@@ -33,6 +35,8 @@ EDITS = [
     HomeEdit(home="params", axis=("fsdp",)),
     HomeEdit(home="opt", axis=("fsdp", "dp"), where=(("layers.*",),)),
     FreezeEdit(where=(("embed",),)),
+    TensorEdit(axis="dp", names=("heads",), logits="cut"),
+    SequenceEdit(axis="dp", active=False),
     KeepEdit(where=(("layers.0",),)),
     PrefetchEdit(distance=1),
     PrecisionEdit(compute="bfloat16", rounding="nearest"),
