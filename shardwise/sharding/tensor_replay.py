@@ -42,11 +42,14 @@ def resolve_cuts(draft: TensorDraft, base: Base, infos: dict[str, ParamInfo]) ->
     """
     asked: list[Asked] = []
     for edit, paths in draft.edits:
+        names, known = _names(edit, base)
         for path in paths:
             info, guess = infos[path], base.naming.guesses.get(path)
-            if guess is not None and info.axes == Axes.anonymous(info.axes.ndim):
-                infos[path] = replace(info, axes=Axes.parse(guess))
-        names, known = _names(edit, base)
+            if guess is None or info.axes != Axes.anonymous(info.axes.ndim):
+                continue
+            axes = Axes.parse(guess)
+            if not set(axes.names).isdisjoint(CUT if names is None else names):
+                infos[path] = replace(info, axes=axes)
         asked.append(Asked(edit.axis, names, known, paths, edit.by))
     cuts = cut_tensors(base.mesh, asked, infos, base.naming.sizes)
     for axis, edit in draft.sequences.items():
