@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.demo.gpt import GPT, GPTConfig
 from shardwise.demo.options import Options, Traffic
 from shardwise.demo.text import draw_batch
-from shardwise.sharding.movement import Collective
+from shardwise.sharding.collectives import Collective
 from shardwise.testing.echo import bind_alone
 from shardwise.testing.ledger import measure
 

@@ -18,8 +18,8 @@ from shardwise.demo.options import Options, Outcome
 from shardwise.demo.reference import largest_difference, train_sharded
 from shardwise.demo.show import printable, progress, summary
 from shardwise.demo.text import standard_library, unigram_entropy
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.job import join_job
-from shardwise.sharding.movement import Collective
 
 _PROMPT = b"def "
 _SAMPLE_BYTES = 300

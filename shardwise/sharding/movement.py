@@ -7,47 +7,16 @@ simulation, or nothing) and refuses any call whose kind, axis or bytes were not 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from shardwise.sharding.collectives import Collective, all_reduce_bytes
 from shardwise.sharding.errors import ImplicitCommError, RankError
-from shardwise.sharding.layout import Layout, Regroup
 from shardwise.sharding.lost import is_lost, lost_peers
 from shardwise.sharding.mesh import Mesh
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """One collective over one mesh axis.
-
-    Args:
-        kind: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
-        axis: the mesh axis it runs over; `*`: all ranks of the job.
-        nbytes: payload bytes that leave one rank: `(n - 1) / n` of the full buffer, twice that
-            for an all-reduce.
-        unit: whose tensors move; `""` is the root.
-        reason: `forward`, `backward`, `grads`, `scalars`, `buffers`, `norm`, `update`, `agree`,
-            `activations`.
-        dtype: of the elements.
-    """
-
-    kind: str
-    axis: str
-    nbytes: int
-    unit: str
-    reason: str
-    dtype: torch.dtype = field(default=torch.float32, compare=False)
-
-    def buffer_bytes(self, ranks: int) -> int:
-        """Bytes of the whole buffer, of which `nbytes` leave one of so many ranks."""
-        passes = 2 if self.kind == "all_reduce" else 1
-        return -(-self.nbytes * ranks // (passes * (ranks - 1)))
-
-    def __str__(self) -> str:
-        return f"{self.kind:<14} {self.axis:<8} {self.nbytes:>14,} B  {self.reason:<8} {self.unit}"
 
 
 class Pending(Protocol):
@@ -289,50 +258,6 @@ class Mover:
         )
 
 
-def all_reduce_bytes(nbytes: int, ranks: int) -> int:
-    """Payload bytes of an all-reduce: a reduce-scatter and an all-gather."""
-    return 2 * nbytes * (ranks - 1) // ranks
-
-
-def gather_items(group: Regroup, unit: str, reason: str) -> tuple[Collective, ...]:
-    """The collectives that turn fine buffers into the stacked whole: outermost axis first."""
-    items = []
-    nbytes = group.fine.nbytes
-    for axis, size in zip(group.outer_first, reversed(group.stack[:-1]), strict=True):
-        dtype = group.fine.dtype
-        items.append(Collective("all_gather", axis, (size - 1) * nbytes, unit, reason, dtype))
-        nbytes *= size
-    return tuple(items)
-
-
-def scatter_items(group: Regroup, unit: str, reason: str) -> tuple[Collective, ...]:
-    """The collectives that sum and cut the stacked whole: innermost axis first."""
-    items = []
-    nbytes = group.fine.nbytes * group.parts
-    for axis, size in zip(reversed(group.outer_first), group.stack[:-1], strict=True):
-        nbytes //= size
-        dtype = group.fine.dtype
-        items.append(Collective("reduce_scatter", axis, (size - 1) * nbytes, unit, reason, dtype))
-    return tuple(items)
-
-
-def reduce_items(
-    layout: Layout, axes: Sequence[str], mesh: Mesh, unit: str, reason: str
-) -> tuple[Collective, ...]:
-    """All-reduces of one buffer over several axes: innermost first."""
-    return tuple(
-        Collective(
-            "all_reduce",
-            axis,
-            all_reduce_bytes(layout.nbytes, mesh[axis]),
-            unit,
-            reason,
-            layout.dtype,
-        )
-        for axis in reversed(axes)
-    )
-
-
 def gather(
     mover: Mover, mine: Tensor, stack: Tensor, items: Sequence[Collective]
 ) -> Pending | None:
@@ -369,16 +294,6 @@ def finish(pending: Pending | None) -> None:
         pending.wait()
 
 
-def packed_items(
-    count: int, axes: Sequence[str], mesh: Mesh, reason: str
-) -> tuple[Collective, ...]:
-    """The collectives of one packed reduction of `count` float64 scalars: innermost axis first."""
-    return tuple(
-        Collective("all_gather", axis, (mesh[axis] - 1) * 8 * count, "", reason, torch.float64)
-        for axis in reversed(axes)
-    )
-
-
 def packed_sum(mover: Mover, values: Tensor, items: Sequence[Collective]) -> Tensor:
     """Sum a vector of float64 scalars over mesh axes, added in rank order along each axis.
 
@@ -400,8 +315,3 @@ def packed_sum(mover: Mover, values: Tensor, items: Sequence[Collective]) -> Ten
             total += part
         values = total
     return values
-
-
-def payload_bytes(items: Sequence[Collective]) -> int:
-    """Payload bytes that leave one rank."""
-    return sum(item.nbytes for item in items)

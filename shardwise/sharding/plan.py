@@ -21,14 +21,16 @@ from shardwise.sharding.derived import (
     Remat,
     TensorParallel,
 )
+from shardwise.sharding.deriving import uses_half
 from shardwise.sharding.describe import describe, difference, explain
+from shardwise.sharding.draft import selected
 from shardwise.sharding.edits import Clauses, Edit
 from shardwise.sharding.errors import PatternError, PlanError, strict_keywords
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.modules import callable_modules, float_buffers, module_patterns
 from shardwise.sharding.naming import name_parameters, with_axes
 from shardwise.sharding.plan_json import decode, encode
-from shardwise.sharding.replay import replay, replay_order, selected, uses_half
+from shardwise.sharding.replay import replay, replay_order
 from shardwise.sharding.rules import Rules
 from shardwise.sharding.spec import Spec
 from shardwise.sharding.tree import FrozenMap, Where, as_patterns, no_match

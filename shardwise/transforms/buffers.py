@@ -14,16 +14,10 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.compat import add_all, copy_all
 from shardwise.sharding.layout import Layout, Regroup
-from shardwise.sharding.movement import (
-    Collective,
-    Mover,
-    Pending,
-    finish,
-    gather,
-    scatter,
-)
+from shardwise.sharding.movement import Mover, Pending, finish, gather, scatter
 
 
 class Storage:

@@ -21,23 +21,18 @@ from torch import Tensor
 
 from shardwise.optim.loss_scale import init_loss_scale
 from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.collectives import Collective, payload_bytes
 from shardwise.sharding.derived import LossScale
 from shardwise.sharding.errors import StateError, summarise
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.leaves import Flats, Home
 from shardwise.sharding.lifted import Lifted
 from shardwise.sharding.lying import Grid, grids_of, lying_of
-from shardwise.sharding.movement import Collective, Mover, payload_bytes
+from shardwise.sharding.movement import Mover
 from shardwise.sharding.opt_state import groups_of
+from shardwise.sharding.pieces import Held
 from shardwise.sharding.plan import Plan
-from shardwise.sharding.relocate import (
-    Exchange,
-    Fill,
-    Held,
-    plan_fill,
-    received_bytes,
-    run_exchange,
-)
+from shardwise.sharding.relocate import Exchange, Fill, plan_fill, received_bytes, run_exchange
 from shardwise.sharding.scaling import LossScaleState
 from shardwise.sharding.state import Life, State, adopt
 from shardwise.transforms.carry_opt import OptCarry

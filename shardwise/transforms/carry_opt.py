@@ -25,8 +25,9 @@ from shardwise.sharding.buckets import Group
 from shardwise.sharding.leaves import Flats
 from shardwise.sharding.lying import Grid, Lying, lying_of
 from shardwise.sharding.opt_state import is_over, resting_keys
+from shardwise.sharding.pieces import Held
 from shardwise.sharding.pytree import NAMESPACE
-from shardwise.sharding.relocate import Fill, Held
+from shardwise.sharding.relocate import Fill
 
 
 @dataclass

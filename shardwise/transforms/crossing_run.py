@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardwise.sharding.movement import Collective, Mover
+from shardwise.sharding.collectives import Collective
+from shardwise.sharding.movement import Mover
 from shardwise.transforms.crossings import (
     Crossing,
     all_reduced,

@@ -27,7 +27,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.sharding.movement import Collective, Mover, all_reduce_bytes, finish
+from shardwise.sharding.collectives import Collective, all_reduce_bytes
+from shardwise.sharding.movement import Mover, finish
 
 _FORWARD = {
     "reduce": "all_reduce",

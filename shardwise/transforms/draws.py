@@ -29,9 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.sharding.bits import squares_key
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.compat import set_thread_value, thread_value
 from shardwise.sharding.errors import RandomError
-from shardwise.sharding.movement import Collective, Mover, finish
+from shardwise.sharding.movement import Mover, finish
 from shardwise.sharding.rng import key
 from shardwise.transforms.micro import batch_rows
 from shardwise.transforms.replaying import aside

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.checkpoint.records import BUFFERS, PARAMS, Box, Record, records_of
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.errors import CheckpointError, strict_keywords
 from shardwise.sharding.leaves import Home
-from shardwise.sharding.movement import Collective, Mover, finish
+from shardwise.sharding.movement import Mover, finish
 from shardwise.sharding.relocate import JOB
 from shardwise.sharding.state import State, adopt
 from shardwise.sharding.tree import Where, select

@@ -11,9 +11,9 @@ from torch import nn
 
 from shardwise.optim.base import GradientTransform, parts_of
 from shardwise.sharding.buckets import Part, make_buckets
+from shardwise.sharding.collectives import payload_bytes
 from shardwise.sharding.errors import LowerError, PlanError, strict_keywords, summarise
 from shardwise.sharding.functional import make_template
-from shardwise.sharding.movement import payload_bytes
 from shardwise.sharding.plan import Plan
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import bind_buffers, find_buffers, read_buffers

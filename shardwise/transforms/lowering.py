@@ -14,8 +14,8 @@ from torch import nn
 from shardwise.optim.base import GradientTransform
 from shardwise.optim.norms import Norm
 from shardwise.sharding.buckets import Bucket, Route, route
+from shardwise.sharding.collectives import Collective, packed_items
 from shardwise.sharding.functional import refuse_written_views
-from shardwise.sharding.movement import Collective, packed_items
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.redistribute import route_items
 from shardwise.transforms.activations import Recomputation

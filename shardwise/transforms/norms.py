@@ -24,9 +24,10 @@ from torch import Tensor
 
 from shardwise.optim.norms import Norm, power_sum, root, select_all
 from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.collectives import Collective, packed_items
 from shardwise.sharding.leaves import Flats
 from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.movement import Collective, Mover, finish, packed_items
+from shardwise.sharding.movement import Mover, finish
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.spec import Spec
 

@@ -29,9 +29,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.collectives import Collective, gather_items, reduce_items, scatter_items
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.modules import ROOT
-from shardwise.sharding.movement import Collective, gather_items, reduce_items, scatter_items
 from shardwise.sharding.plan import Plan
 from shardwise.transforms.crossings import Crossed
 

@@ -112,7 +112,7 @@ class Passes:
                     located=lowering.locates,
                 )
                 streams = self._keyed(lowering, state, number)
-                context = in_tensor_context(engine.calls)
+                context = in_tensor_context(engine.crosser.calls)
                 with streams, drawing(draws), context, checks, torch.enable_grad():
                     engine.begin(state.flats, "train", schedule)
                     loss = self._pass(lowering, state, micro, counts, draws, enabled=enabled)
@@ -199,7 +199,7 @@ class Passes:
             with (
                 streams,
                 drawing(EvalDraws()),
-                in_tensor_context(self._engine.calls),
+                in_tensor_context(self._engine.crosser.calls),
                 torch.no_grad(),
             ):
                 self._engine.open()

@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.optim.base import parts_of
 from shardwise.sharding.buckets import make_buckets
 from shardwise.sharding.checkpoint.records import Box, Record, records_of
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.compat import device_mesh_without_backend
 from shardwise.sharding.errors import PlanError, StateError
 from shardwise.sharding.leaves import Home
 from shardwise.sharding.lifted import Lifted
-from shardwise.sharding.movement import Collective, Mover, Transport
+from shardwise.sharding.movement import Mover, Transport
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.simulation import Simulated
 from shardwise.sharding.state import State, adopt

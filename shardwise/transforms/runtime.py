@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from shardwise.sharding.movement import Mover
 from shardwise.sharding.pytree import tree_leaves
 from shardwise.transforms import faults
-from shardwise.transforms.brackets import Close, Enter, Join, Leave
-from shardwise.transforms.crossing_run import CrossingRun, Recent
-from shardwise.transforms.crossings import Cross, Crossing
+from shardwise.transforms.brackets import Enter, Join, Leave, guard_inputs
+from shardwise.transforms.crosser import StepCrosser
 from shardwise.transforms.order import CROSS, RECROSS, Action, Schedule, Walk, call_of
 from shardwise.transforms.outputs import place, replace_tensors
 from shardwise.transforms.regions import Region, checkpointed
-from shardwise.transforms.tensor_calls import RunCalls
-from shardwise.transforms.tensor_layers import Boundary, Run, cut_lookup
+from shardwise.transforms.tensor_layers import Boundary, Run
 from shardwise.transforms.unit_runtime import Call, UnitRuntime
 
 
@@ -35,17 +33,7 @@ class Engine:
     def __init__(self, units: dict[str, UnitRuntime], mover: Mover) -> None:
         self.units = units
         self.mover = mover
-        self.crossings: Mapping[str, Crossing] = {}
-        self._recent = Recent()
-        self._sequences: dict[str, int] = {}
-        self.calls = RunCalls(
-            mover.mesh,
-            mover.coords,
-            numbers=self._cross,
-            enter=lambda name, tensor, axis: self.cross(
-                Boundary(name, "call", (axis,)), "in0", tensor
-            ),
-        )
+        self.crosser = StepCrosser(mover, phase=lambda: self.phase, meet=self._meet_crossing)
         self.phase = "idle"
         self.used: set[str] = set()
         self._tokens: list[Tensor] = []
@@ -133,7 +121,7 @@ class Engine:
         self._schedule = None
         self._reopened = {}
         self._reducing = None
-        self._recent.clear()
+        self.crosser.recent.clear()
         self.phase = "idle"
 
     # -- forward ----------------------------------------------------------------------------
@@ -179,21 +167,7 @@ class Engine:
             unit.bind(call)
             return None
         unit.bind(call)
-        return self._guard_inputs(call, inputs)
-
-    def _guard_inputs(self, call: Call, inputs: Any) -> Any:
-        """Without trainable parameters only the inputs tell when backward is over."""
-        if inputs is None or call.unit.stays:
-            return None
-
-        def guard(tensors: list[Tensor]) -> Sequence[Tensor]:
-            wanted = [t for t in tensors if t.requires_grad]
-            if not wanted:
-                return tensors
-            new = iter(Close.apply(call, *wanted))
-            return [next(new) if t.requires_grad else t for t in tensors]
-
-        return replace_tensors(inputs, call.unit.name, guard)
+        return guard_inputs(call, inputs)
 
     def leave(self, name: str, /, output: Any, inputs: Any = None) -> Any:
         """Unbind, empty, and put `Leave` on what the unit returns."""
@@ -282,51 +256,15 @@ class Engine:
 
     def cross(self, boundary: Boundary, place: str, tensor: Tensor, /) -> Tensor:
         """Bring an activation to the types that it needs; see [Note: crossings]."""
-        for axis in boundary.axes:
-            name = boundary.crossing(place, axis)
-            crossing = self.crossings.get(name)
-            if crossing is not None and self.phase != "idle":
-                tensor = self._cross(name, crossing, tensor)
-        return tensor
+        return self.crosser.cross(boundary, place, tensor)
 
     def look_up(
         self, boundary: Boundary, module: nn.Embedding, run: Run, tokens: Tensor, /
     ) -> Tensor:
         """See `cut_lookup`."""
-        (axis,) = boundary.axes
-        place = self.mover.mesh.index(self.mover.mesh.parts(axis), self.mover.coords)
-        return cut_lookup(module, run, tokens, place=place, rows=boundary.rows)
+        return self.crosser.look_up(boundary, module, run, tokens)
 
-    def _cross(self, name: str, crossing: Crossing, tensor: Tensor) -> Tensor:
-        known = self._recent.find(crossing, tensor)
-        if known is not None:
-            return known
-        if crossing.kind == "slice":
-            self._sequences[crossing.stack] = tensor.shape[crossing.dim]
-        rows = self._sequences.get(crossing.stack, 0) if crossing.stack else 0
-        run = CrossingRun(crossing, name, tensor, self.mover, rows=rows)
-        needs_grad = torch.is_grad_enabled() and tensor.requires_grad
-        if crossing.kind == "numbers":
-            self._meet_crossing(name, again=self.phase == "backward")
-            return run.forward(tensor)
-        if crossing.kind == "copy" and not needs_grad:
-            return tensor
-
-        def forward(value: Tensor) -> Tensor:
-            self._meet_crossing(name, again=self.phase == "backward")
-            return run.forward(value)
-
-        def backward(grad: Tensor) -> Tensor:
-            if self.phase != "backward":
-                raise faults.inner_backward(name)
-            self._meet_crossing(name)
-            return run.backward(grad)
-
-        result = Cross.apply(tensor, forward, backward) if needs_grad else forward(tensor)
-        self._recent.add(crossing, tensor, result)
-        return result
-
-    def _meet_crossing(self, name: str, *, again: bool = False) -> None:
+    def _meet_crossing(self, name: str, again: bool) -> None:
         index = self._walk.find(RECROSS if again else CROSS, name)
         if index is None:
             raise faults.late("cross", name, _PHASES[self.phase], self._walk)
@@ -337,11 +275,11 @@ class Engine:
 
     def run(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
         """Run a module so that backward recomputes it, if there will be a backward."""
-        self._recent.clear()
+        self.crosser.recent.clear()
         try:
             return self._run(region, args, kwargs)
         finally:
-            self._recent.clear()
+            self.crosser.recent.clear()
 
     def _run(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
@@ -367,11 +305,11 @@ class Engine:
         if region.spans and self.phase != "backward":
             raise faults.inner_backward(region.name)
         around, self._reopened = self._reopened, {}
-        self._recent.clear()
+        self.crosser.recent.clear()
         try:
             yield
         finally:
-            self._recent.clear()
+            self.crosser.recent.clear()
             for name in reversed(self._reopened):
                 self.units[name].unbind()
                 self.units[name].empty()

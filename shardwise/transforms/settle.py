@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.optim.loss_scale import nearest_power
 from shardwise.sharding.errors import BatchError, LossError, OrderError, RankError, ShardwiseError
-from shardwise.sharding.movement import Transport
+from shardwise.sharding.movement import Mover, Transport
 from shardwise.sharding.pytree import tree_leaves
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import Sites
@@ -206,6 +206,20 @@ def raise_together(failures: list[str], mine: Failure, doing: str) -> None:
         raise _rank_failed(failures, failed, doing) from error
     finally:
         del error
+
+
+def raise_failure(mover: Mover, mine: Failure, doing: str) -> None:
+    """`raise_together` after all ranks have told each other.
+
+    Args:
+        mover: the choke point.
+        mine: this rank's own failure.
+        doing: what was going on.
+    """
+    try:
+        raise_together(mover.transport.gather_objects(str(mine)), mine, doing)
+    finally:
+        mine.take()  # also where a simulated peer has ended this rank
 
 
 def _rank_failed(failures: list[str], failed: list[int], doing: str) -> RankError:

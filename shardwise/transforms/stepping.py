@@ -21,11 +21,12 @@ from torch import Tensor
 
 from shardwise.optim.base import GradientTransform, apply_in_place
 from shardwise.sharding.buckets import Bucket, Group, Route
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.compat import copy_all
 from shardwise.sharding.layout import Regroup
 from shardwise.sharding.leaves import Flats
 from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.movement import Collective, Mover
+from shardwise.sharding.movement import Mover
 from shardwise.sharding.opt_state import is_over, resting_keys, split
 from shardwise.sharding.pytree import tree_map, tree_unflatten
 from shardwise.sharding.redistribute import own_part, route_items, run_route

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.collectives import Collective, all_reduce_bytes
 from shardwise.sharding.compat import copy_all
 from shardwise.sharding.leaves import Flats
 from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.movement import Collective, Mover, all_reduce_bytes, finish
+from shardwise.sharding.movement import Mover, finish
 
 
 class Piece(NamedTuple):

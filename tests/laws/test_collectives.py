@@ -13,7 +13,7 @@ from hypothesis import given
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.sharding.movement import Collective, payload_bytes
+from shardwise.sharding.collectives import Collective, payload_bytes
 from shardwise.sharding.simulation import Simulated
 from shardwise.testing.strategies import Training, make_optimizer, trainings
 

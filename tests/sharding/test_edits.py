@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from shardwise.sharding.draft import selected
 from shardwise.sharding.edits import (
     PHASES,
     AccumulateEdit,
@@ -25,7 +26,7 @@ from shardwise.sharding.errors import PlanError
 from shardwise.sharding.failures import Failure, raise_failures
 from shardwise.sharding.plan import plan
 from shardwise.sharding.precision import PrecisionEdit
-from shardwise.sharding.replay import KINDS, selected
+from shardwise.sharding.replay import KINDS
 from shardwise.sharding.units import param_infos
 from tests.sharding.toys import MESH, Tiny
 

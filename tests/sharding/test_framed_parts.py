@@ -17,7 +17,8 @@ from shardwise.sharding.frames import make_frame, tiles_of
 from shardwise.sharding.layout import Layout, make_layout
 from shardwise.sharding.lying import Lying, grids_of, local_runs, lying_of, rectangle
 from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.relocate import Fill, Held, Piece, _source_view, _target_view, plan_fill
+from shardwise.sharding.pieces import Held, Piece
+from shardwise.sharding.relocate import Fill, _source_view, _target_view, plan_fill
 from shardwise.sharding.spec import Spec
 
 pytestmark = pytest.mark.abstract
