@@ -90,7 +90,8 @@ def write(folder: Path, found: Mapping[str, Mapping[str, Measured]], *, deepspee
         "",
         f"Two gloo ranks, one thread each, on a machine of {os.cpu_count()} cores ({cpu}), torch "
         f"{torch.__version__}, fp32, the same byte-level GPT, AdamW (fused where the system has "
-        "it). Written by `make bench`; systems take turns in one pair of processes; ratios are "
+        "it); `plain` is each rank alone, without communication. Written by `make bench`; systems "
+        "take turns in one pair of processes; ratios are "
         "medians of paired rounds with quartiles.",
         "",
         "Held is what a system keeps between steps, peak the most in a step by torch's allocator "

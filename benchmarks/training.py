@@ -30,7 +30,7 @@ SIZES = {
     "4M": GPTConfig(layers=6, width=240, heads=6, context=64),
     "64M": GPTConfig(layers=12, width=660, heads=10, context=64),
 }
-PEERS = ("fsdp3", "fsdp2", "sw0", "sw1", "sw2", "sw3")
+PEERS = ("plain", "fsdp3", "fsdp2", "sw0", "sw1", "sw2", "sw3")
 DEEPSPEED = ("ds1", "ds2", "ds3")
 _WARM_UP = 3
 
@@ -60,8 +60,8 @@ class Result:
 
 def build(config: GPTConfig, name: str) -> Variant:
     """A system by its short name."""
-    if name == "ddp":
-        return variants.ddp(config)
+    if name in ("ddp", "plain"):
+        return variants.ddp(config) if name == "ddp" else variants.plain(config)
     level = int(name[-1])
     if name.startswith("fsdp"):
         return variants.fsdp2(config, reshard=level == 3)

@@ -88,6 +88,15 @@ def _adamw(model: nn.Module) -> torch.optim.AdamW:
     )
 
 
+def plain(config: GPTConfig) -> Variant:
+    """One process and no communication: what the arithmetic costs while each rank does it alone."""
+    model = make_model(config)
+    optimizer = _adamw(model)
+    return Variant(
+        "plain", _torch_step(model, optimizer), lambda: held_by(model, dict(optimizer.state))
+    )
+
+
 def ddp(config: GPTConfig) -> Variant:
     """DDP of torch with fused AdamW: the baseline of all ratios."""
     model = make_model(config)
