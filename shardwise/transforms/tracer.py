@@ -176,4 +176,4 @@ def _requires_grad(output: Any, unit: str) -> bool:
 
 def storage_of(tensor: Tensor) -> int:
     """Which storage a fake tensor has: a number, as it has no address."""
-    return tensor.untypedstorage_of()._cdata
+    return tensor.untyped_storage()._cdata
