@@ -18,6 +18,7 @@ from shardwise.transforms.batch_sizes import BatchSizes, batch_sizes
 from shardwise.transforms.carry import from_state
 from shardwise.transforms.checkpointer import Checkpointer
 from shardwise.transforms.compose import chain, masked, partition, tree_at
+from shardwise.transforms.constrain import constrain
 from shardwise.transforms.cross_entropy import cross_entropy, shift_labels
 from shardwise.transforms.dropout import Dropout, dropout
 from shardwise.transforms.exporting import export_safetensors
@@ -28,6 +29,7 @@ from shardwise.transforms.importing import (
     from_torch_save,
 )
 from shardwise.transforms.initialise import from_module
+from shardwise.transforms.local_regions import local
 from shardwise.transforms.loss import Mean
 from shardwise.transforms.loss_scale import loss_scale
 from shardwise.transforms.lower import Lowered, lower
@@ -71,6 +73,7 @@ __all__ = [
     "accumulate",
     "batch_sizes",
     "chain",
+    "constrain",
     "cross_entropy",
     "dropout",
     "errors",
@@ -88,6 +91,7 @@ __all__ = [
     "latest",
     "like",
     "linear_cross_entropy",
+    "local",
     "loss_scale",
     "lower",
     "masked",

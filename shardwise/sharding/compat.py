@@ -54,12 +54,17 @@ __all__ = [
     "offset_in_file",
     "plain_tensors",
     "rebuild_parts",
+    "saved_tensor_hooks",
     "set_group_timeout",
     "set_thread_value",
     "storage_key",
     "thread_value",
     "timeout_of",
+    "without_functions",
 ]
+
+without_functions = torch._C.DisableTorchFunction
+"""Context in which no mode sees which functions are called."""
 
 plain_tensors = torch._C.DisableTorchFunctionSubclass
 """Context in which subclasses are computed with as the plain tensors they are."""
@@ -103,6 +108,17 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     key = torch._C.DispatchKey.ADInplaceOrView
     with torch._C._SetExcludeDispatchKeyGuard(key, False):
         return tensor.detach()
+
+
+def saved_tensor_hooks() -> Any:
+    """What now packs the tensors that autograd saves; None if nothing does.
+
+    >>> with torch.autograd.graph.save_on_cpu():
+    ...     saved_tensor_hooks() is None
+    False
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks else None
 
 
 def set_thread_value(name: str, value: object) -> None:

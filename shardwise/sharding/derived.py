@@ -98,12 +98,16 @@ class TensorParallel:
         frames: by parameter that is cut.
         ints: by path of an attribute of a module, its value on every rank.
         logits: `auto`, `gathered` or `cut`.
+        whole: by parameter that no axis cuts, why; for the table, not compared.
+        guessed: parameters whose axes are guesses; likewise.
     """
 
     axes: FrozenMap[str, TensorAxis] = field(default_factory=FrozenMap)
     frames: FrozenMap[str, Frame] = field(default_factory=FrozenMap)
     ints: FrozenMap[str, int] = field(default_factory=FrozenMap)
     logits: str = "auto"
+    whole: FrozenMap[str, str] = field(default_factory=FrozenMap, compare=False)
+    guessed: frozenset[str] = field(default=frozenset(), compare=False)
 
     def block(self, info: ParamInfo) -> tuple[int, ...]:
         """The shape that a parameter has while its module runs."""

@@ -39,7 +39,7 @@ def derive(draft: Draft, base: Base) -> Derived:
         path: Spec(info.axes, tuple(marks.get(path, {}).items()), dtype=dtypes[path].compute)
         for path, info in draft.infos.items()
     }
-    tensor = derive_tensor(draft.tensor, base)
+    tensor = derive_tensor(draft.tensor, base, draft.infos)
     homes: dict[str, dict[str, Spec]] = {home: {} for home in HOMES}
     failures = list(draft.failures)
     for path, info in draft.infos.items():

@@ -258,7 +258,8 @@ class Plan:
         Raises:
             PatternError: no parameter has that path.
         """
-        return explain(self.derived, self.info(path), zip(self.edits, self.log, strict=True))
+        info, edits = self.info(path), zip(self.edits, self.log, strict=True)
+        return explain(self.derived, info, edits, self.base.naming.sources.get(info.path, ""))
 
     def to_json(self) -> str:
         """The plan as JSON text; the module is left out."""

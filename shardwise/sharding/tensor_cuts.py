@@ -3,8 +3,9 @@
 [Note: fewer heads than ranks]
 Names in `SHARED` may be cut into fewer parts than an axis has ranks, if these divide: `kv` of 2
 heads over `tp=4`. The axis is then split (`tp0=2, tp1=2`), the name is cut over the first part
-only, and ranks along the rest hold copies: specs show it, and gradients are summed over the copies.
-The axis keeps its own name for collectives over all of it.
+only, and ranks along the rest hold copies: specs show it, and gradients are summed over the copies
+(see [Note: copies inside of blocks] for those in a fused tensor). The axis keeps its own name for
+collectives over all of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shardwise.sharding.axes import Axes
 from shardwise.sharding.errors import AxesError, nearest
 from shardwise.sharding.failures import Failure
 from shardwise.sharding.frames import Frame, make_frame
-from shardwise.sharding.grammar import Atom, Position
+from shardwise.sharding.grammar import Atom, Position, Sum
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.spec import Spec
 from shardwise.sharding.tree import FrozenMap
@@ -110,6 +111,7 @@ def cut_tensors(
     for axis, by_name in counts.items():
         _split(cuts, axis, by_name)
     for path, pairs in chosen.items():
+        _refuse_whole_terms(cuts, infos[path], pairs)
         _mark(cuts, infos[path], pairs)
     return cuts
 
@@ -213,6 +215,36 @@ def _split(cuts: Cuts, axis: str, by_name: Mapping[str, int]) -> None:
     cuts.axes[axis] = TensorAxis(axis, parts, FrozenMap(by_name))
 
 
+def _refuse_whole_terms(cuts: Cuts, info: ParamInfo, pairs: Sequence[tuple[Asked, str]]) -> None:
+    """Of tensors side by side in one, all are cut or none, if only into one part."""
+    names = {name for _, name in pairs}
+    cut_at = [at for name in names for at in info.axes.places()[name]]
+    for position, node in info.axes.nodes():
+        if not isinstance(node, Sum):
+            continue
+        terms = [(*position, number) for number in range(len(node.children))]
+        whole = [term for term in terms if all(at[: len(term)] != term for at in cut_at)]
+        if whole and len(whole) < len(terms):
+            cuts.failures.append(_whole_terms(pairs[0][0], info, whole, sorted(names)))
+
+
+def _whole_terms(
+    one: Asked, info: ParamInfo, whole: Sequence[Position], names: Sequence[str]
+) -> Failure:
+    told = ", ".join(dict.fromkeys(info.axes.node_text(at) for at in whole))
+    return Failure(
+        by=one.by,
+        problem="cuts only some of the parts side by side in {count}",
+        path=info.path,
+        tail=f"shape {info.shape}   axes '{info.axes}'",
+        fact=f"cut: {', '.join(names)}; whole: {told}.",
+        why="A rank would have its rows of the one and all rows of the other, and nothing says "
+        "which of them belong together.",
+        fix=f"names= that cut {told} as well, or where= to leave these parameters whole",
+        numbers={"cut": tuple(names), "whole": told},
+    )
+
+
 def _mark(cuts: Cuts, info: ParamInfo, pairs: Sequence[tuple[Asked, str]]) -> None:
     """Mark the places of the names; the first name that finds an axis free takes it."""
     marks = cuts.marks.setdefault(info.path, {})
@@ -231,28 +263,8 @@ def _mark(cuts: Cuts, info: ParamInfo, pairs: Sequence[tuple[Asked, str]]) -> No
                 marks[at] = (*marks.get(at, ()), *mesh_axes)
     spec = Spec(info.axes, tuple(marks.items()))
     frame = make_frame(spec, info.shape, cuts.mesh, cuts.sizes[info.path])
-    if frame is None:
-        return
-    cuts.frames[info.path] = frame
-    for one in {one for one, _ in pairs}:
-        parts = {n: cuts.axes[one.axis].cuts[n] for other, n in pairs if other.axis == one.axis}
-        if len(set(parts.values())) > 1:
-            cuts.failures.append(_copies_inside(one, info, parts, cuts.mesh[one.axis]))
-
-
-def _copies_inside(one: Asked, info: ParamInfo, parts: Mapping[str, int], ranks: int) -> Failure:
-    told = ", ".join(f"{name} into {count}" for name, count in parts.items())
-    return Failure(
-        by=one.by,
-        problem="cannot copy a part of {count}",
-        path=info.path,
-        tail=f"shape {info.shape}   axes '{info.axes}'",
-        fact=f"{told} parts over {ranks} ranks.",
-        why="Parts that ranks share lie beside parts that they do not: one gradient of a fused "
-        "tensor cannot be summed over the copies of some of its rows.",
-        fix=f"{one.axis}={min(parts.values())}, or separate tensors for q, k and v",
-        numbers={"parts": dict(parts), "ranks": ranks},
-    )
+    if frame is not None:
+        cuts.frames[info.path] = frame
 
 
 def copy_axes(frame: Frame | None, axes: Sequence[TensorAxis]) -> tuple[str, ...]:

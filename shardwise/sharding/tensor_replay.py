@@ -80,12 +80,13 @@ def _names(edit: TensorEdit, base: Base) -> tuple[tuple[str, ...] | None, tuple[
     return cut, base.rules.names
 
 
-def derive_tensor(draft: TensorDraft, base: Base) -> TensorParallel:
+def derive_tensor(draft: TensorDraft, base: Base, infos: Mapping[str, ParamInfo]) -> TensorParallel:
     """What lowering reads of tensor parallelism.
 
     Args:
         draft: after `resolve_cuts`.
         base: of the plan.
+        infos: by path, after `resolve_cuts`.
     """
     if not draft.axes:
         return TensorParallel()
@@ -101,7 +102,22 @@ def derive_tensor(draft: TensorDraft, base: Base) -> TensorParallel:
             if _is_cut(place, base, draft.frames)
         ),
         logits=modes[-1] if modes else "auto",
+        whole=FrozenMap(_whole(draft, infos)),
+        guessed=frozenset(info.path for info in base.infos if info.axes != infos[info.path].axes),
     )
+
+
+def _whole(draft: TensorDraft, infos: Mapping[str, ParamInfo]) -> dict[str, str]:
+    """Why parameters are not cut, by path."""
+    asked = {path for _, paths in draft.edits for path in paths}
+    found: dict[str, str] = {}
+    for path, info in infos.items():
+        if path in draft.frames:
+            continue
+        unnamed = info.axes == Axes.anonymous(info.axes.ndim)
+        named = "no names known" if unnamed else f"'{info.axes}'"
+        found[path] = named if path in asked else "left out by where="
+    return found
 
 
 def _is_cut(place: str, base: Base, frames: Mapping[str, Frame]) -> bool:

@@ -77,6 +77,8 @@ class Sharded:
         segments: local lengths of the pieces that lie one after the other in it, each of which is
             a contiguous block of a global piece of its own.
         rows: global rows, where the last blocks are padded.
+        stack: list of modules between which the sequence is cut; only there its length is known.
+        copies: ranks that follow each other and hold the same block.
 
     >>> str(Sharded(2, (8,))), str(Sharded(2, (8, 4, 4))), str(Sharded(0, (3,), rows=5))
     ('sharded on dim 2', 'sharded on dim 2 in segments 8|4|4', 'sharded on dim 0 of 5 rows, padded')
@@ -85,12 +87,20 @@ class Sharded:
     dim: int
     segments: tuple[int, ...]
     rows: int | None = None
+    stack: str = ""
+    copies: int = 1
 
     def __str__(self) -> str:
         parts = "|".join(map(str, self.segments))
         cut = f" in segments {parts}" if len(self.segments) > 1 else ""
         padded = "" if self.rows is None else f" of {self.rows} rows, padded"
-        return f"sharded on dim {self.dim}{cut}{padded}"
+        copied = f", {self.copies} copies of each block" if self.copies > 1 else ""
+        return f"sharded on dim {self.dim}{cut}{padded}{copied}"
+
+    @property
+    def may_be_padded(self) -> bool:
+        """Whether blocks may end with rows that are none: for any batch, not just for this one."""
+        return self.rows is not None or bool(self.stack)
 
 
 @dataclass(frozen=True)
@@ -147,12 +157,13 @@ class TypeMismatch(Exception):
         self.operands = tuple(operands)
         self.numbers = numbers
 
-    def error(self, where: str) -> PlanError:
-        """The same as the five-part error of the plan, at the module `where`."""
+    def error(self, where: str | None) -> PlanError:
+        """The same as the five-part error of the plan, at the module `where`; None: `loss_fn`."""
+        place = "loss_fn" if where is None else f"module {where or '(root)'}"
         facts = [f"{name}: {kind}, {shape} on each rank" for name, kind, shape in self.operands]
         return PlanError(
             f"{self.op or 'an operation'} does not fit the tensor-parallel layouts of its inputs",
-            where=f"module {where or '(root)'}, axis {self.axis!r}",
+            where=f"{place}, axis {self.axis!r}",
             facts=facts,
             why=f"Along {self.axis!r}, {self.reason}.",
             fix=f"{FIX}.",
@@ -182,7 +193,7 @@ class Types:
     def __init__(self, axes: Sequence[str]) -> None:
         self.axes = tuple(axes)
         self.used: dict[str, dict[str, set[str]]] = {axis: {} for axis in self.axes}
-        self.random: list[tuple[str, dict[str, Type], str]] = []
+        self.random: list[tuple[str, dict[str, Type], str | None]] = []
         self._table: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         # Held, so that a storage's address is not given to another one.
         self._rewritten: dict[int, torch.UntypedStorage] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -16,8 +16,10 @@ from shardwise.sharding.plan import Plan, Unit
 from shardwise.transforms.casts import install_casts
 from shardwise.transforms.draws import locate
 from shardwise.transforms.dropout import Dropout
+from shardwise.transforms.places import Forward, Places, placed
 from shardwise.transforms.regions import Region
 from shardwise.transforms.replaying import aside
+from shardwise.transforms.tensor_context import current_tensor_context
 from shardwise.transforms.tensor_layers import (
     Boundary,
     Run,
@@ -151,6 +153,30 @@ class Stage:
         """Have every module say that it runs, since `dropout` may be called by any of them."""
         self._locate(lambda module: not isinstance(module, Dropout))
 
+    def surround(self, path: str, wrap: Callable[[Forward], Forward]) -> None:
+        """Put a forward around a module's own, inside of what recomputes the module.
+
+        Args:
+            path: of the module.
+            wrap: gives the new forward.
+        """
+        region = next((one for one in self._regions if one.name == path), None)
+        if region is not None:
+            region.forward = wrap(region.forward)
+            return
+        module = self.template.module.get_submodule(path)
+        vars(module)["forward"] = wrap(module.forward)
+
+    def place_modules(self, paths: Iterable[str] | None = None) -> None:
+        """Have modules say that they run, to the tensor context of the pass.
+
+        Args:
+            paths: of the modules; None: all of them.
+        """
+        named = dict(self.template.module.named_modules())
+        for path in named if paths is None else paths:
+            self.surround(path, functools.partial(placed, path=path, places=_current_places))
+
     def _locate(self, wanted: Callable[[nn.Module], bool]) -> None:
         for path, module in self.template.module.named_modules():
             if wanted(module):
@@ -201,6 +227,11 @@ class Stage:
         else:
             module.register_forward_pre_hook(enter, prepend=True)
         module.register_forward_hook(leave, prepend=True, with_kwargs=True)
+
+
+def _current_places() -> Places | None:
+    context = current_tensor_context()
+    return None if context is None else context.places
 
 
 def _rebound(unit: str, path: str) -> UnitError:

@@ -306,7 +306,7 @@ def _check_model(state: State, lowering: Lowering) -> None:
             has=state.home.mesh.size,
             needs=plan.mesh.size,
         )
-    old: dict[str, Any] = {e.path: e.shape for b in state.home.buckets for e in b.params.entries}
+    old: dict[str, Any] = {e.path: e.whole for b in state.home.buckets for e in b.params.entries}
     new: dict[str, Any] = {info.path: info.shape for info in plan.infos}
     old |= {name: tuple(value.shape) for name, value in state.buffer_values.items()}
     new |= {name: tuple(buffer.shape) for name, buffer in lowering.module.named_buffers()}

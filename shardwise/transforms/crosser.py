@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise.sharding.movement import Mover
 from shardwise.transforms import faults
 from shardwise.transforms.crossing_run import CrossingRun, Recent
-from shardwise.transforms.crossings import Cross, Crossing
+from shardwise.transforms.crossings import Cross, Crossing, check_even
 from shardwise.transforms.tensor_calls import RunCalls
 from shardwise.transforms.tensor_layers import Boundary, Run, cut_lookup
 
@@ -36,6 +36,8 @@ class StepCrosser:
             enter=lambda name, tensor, axis: self.cross(
                 Boundary(name, "call", (axis,)), "in0", tensor
             ),
+            cross=self.cross,
+            length_of=lambda stack: self._sequences.get(stack, 0),
         )
         self._mover = mover
         self._phase = phase
@@ -62,8 +64,10 @@ class StepCrosser:
         known = self.recent.find(crossing, tensor)
         if known is not None:
             return known
-        if crossing.kind == "slice":
+        if crossing.kind == "slice" and crossing.stack:
             self._sequences[crossing.stack] = tensor.shape[crossing.dim]
+        if crossing.kind in ("slice", "scatter", "take") and not crossing.stack:
+            check_even(name, crossing, tensor, self._mover.mesh[crossing.axis])
         rows = self._sequences.get(crossing.stack, 0) if crossing.stack else 0
         run = CrossingRun(crossing, name, tensor, self._mover, rows=rows)
         needs_grad = torch.is_grad_enabled() and tensor.requires_grad

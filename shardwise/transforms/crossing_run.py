@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from shardwise.sharding.collectives import Collective
@@ -9,6 +10,7 @@ from shardwise.sharding.movement import Mover
 from shardwise.transforms.crossings import (
     Crossing,
     all_reduced,
+    beside_zeros,
     crossed,
     gathered,
     own_block,
@@ -60,9 +62,9 @@ class CrossingRun:
     def forward(self, tensor: Tensor) -> Tensor:
         """The value on the other side."""
         kind, dim = self._crossing.kind, self._crossing.dim
-        if kind == "copy":
+        if kind in ("copy", "first"):
             return tensor
-        if kind == "slice":
+        if kind in ("slice", "take"):
             return own_block(tensor, dim, self._place, self._ranks)
         item = self._expected(self.items.forward)
         if kind == "reduce":
@@ -80,6 +82,10 @@ class CrossingRun:
             return grad
         if kind == "collect":
             return own_block(grad, dim, self._place, self._ranks)
+        if kind == "take":
+            return beside_zeros(grad, dim, self._place, self._ranks)
+        if kind == "first":
+            return torch.zeros_like(grad) if self._place else grad
         item = self._expected(self.items.backward)
         if kind == "copy":
             return all_reduced(self._mover, grad, item)

@@ -48,6 +48,9 @@ class CrossingTrace:
         around: calls of recomputed modules that are open.
         collects: whether logits are collected.
         sequences: axes that cut the sequence.
+
+    Attributes:
+        closed: the call of `sw.local` that runs, in which nothing crosses.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class CrossingTrace:
         sequences: frozenset[str],
     ) -> None:
         self.chosen: dict[str, Crossing] = {}
+        self.closed = ""
         self.recent = Recent()
         self._mesh = mesh
         self._types = types
@@ -78,13 +82,24 @@ class CrossingTrace:
         Raises:
             PlanError: the boundary crosses otherwise than in an earlier call.
         """
+        if self.closed:
+            raise _inside_local(boundary.path, self.closed)
         for axis in boundary.axes:
             crossing = self._choose(boundary, place, tensor, axis)
-            name = boundary.crossing(place, axis)
-            self._check_alike(boundary, name, crossing)
-            if crossing is not None:
-                tensor = self._apply(name, tensor, crossing)
+            tensor = self.make(boundary, place, tensor, axis, crossing)
         return tensor
+
+    def make(
+        self, boundary: Boundary, place: str, tensor: Tensor, axis: str, crossing: Crossing | None
+    ) -> Tensor:
+        """Make a crossing that was chosen; None: there is none.
+
+        Raises:
+            PlanError: the boundary crosses otherwise than in an earlier call.
+        """
+        name = boundary.crossing(place, axis)
+        self._check_alike(boundary, name, crossing)
+        return tensor if crossing is None else self._apply(name, tensor, crossing)
 
     def mark_reached(self, loss: Tensor) -> None:
         """Note which crossings backward comes to."""
@@ -181,13 +196,25 @@ class CrossingTrace:
         return result
 
 
+def _inside_local(path: str, region: str) -> PlanError:
+    return PlanError(
+        f"Module {path!r}, which a tensor axis cuts, is called inside of a function of sw.local.",
+        where=region,
+        why="Such a function computes on this rank's blocks; what crosses between ranks does so "
+        "at its arguments and results.",
+        fix="call the module outside, or pass its parameters to the function as arguments",
+        path=path,
+        region=region,
+    )
+
+
 def _type_after(crossing: Crossing, result: Tensor, rows: int, ranks: int) -> Type:
     if crossing.kind in ("copy", "gather"):
         return Replicated()
-    if crossing.kind in ("reduce", "collect"):
+    if crossing.kind in ("reduce", "collect", "first"):
         return Invariant()
     block = result.shape[crossing.dim]
-    return Sharded(crossing.dim, (block,), rows if rows % ranks else None)
+    return Sharded(crossing.dim, (block,), rows if rows % ranks else None, stack=crossing.stack)
 
 
 def _shape_only(
@@ -200,6 +227,7 @@ def _shape_only(
         "collect": not backward,
         "scatter": backward,
         "slice": backward,
+        "take": backward,
     }
 
     def run(tensor: Tensor) -> Tensor:

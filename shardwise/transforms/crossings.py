@@ -12,6 +12,8 @@ a collective or nothing the other way:
     scatter   reduce-scatter         all-gather             partial -> cut
     slice     takes its own rows     all-gather             invariant -> cut
     collect   all-gather             takes its own rows     cut -> invariant
+    take      takes its own rows     zeros beside them      replicated -> cut
+    first     -                      zeros but on one rank  replicated -> invariant
     numbers   all-gather, stacked    (no gradient)          anything -> equal on all ranks
 
 Rows that do not divide are padded with zeros where they are cut, and the padding is dropped where
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.collectives import Collective, all_reduce_bytes
+from shardwise.sharding.errors import BatchError
 from shardwise.sharding.movement import Mover, finish
 
 _FORWARD = {
@@ -43,6 +46,9 @@ _BACKWARD = {
     "scatter": "all_gather",
     "slice": "all_gather",
 }
+
+
+_WHOLE = ("copy", "reduce", "numbers", "first")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,7 @@ class Crossing:
     stack: str = ""
 
     def __str__(self) -> str:
-        where = f" dim {self.dim}" if self.kind not in ("copy", "reduce", "numbers") else ""
+        where = f" dim {self.dim}" if self.kind not in _WHOLE else ""
         return f"{self.kind}{where} over {self.axis}"
 
 
@@ -183,6 +189,34 @@ def own_block(tensor: Tensor, dim: int, place: int, ranks: int) -> Tensor:
     start = min(place * count, rows)
     mine = tensor.narrow(dim, start, min(count, rows - start))
     return _padded(mine, dim, count).contiguous()
+
+
+def check_even(place: str, crossing: Crossing, tensor: Tensor, ranks: int) -> None:
+    """Refuse to cut what user code has declared cut where it does not divide.
+
+    Raises:
+        BatchError: the length is another one than in the trace, and does not.
+    """
+    size = tensor.shape[crossing.dim]
+    if size % ranks:
+        raise BatchError(
+            f"Dimension {crossing.dim} of {size} rows cannot be cut over {ranks} ranks.",
+            where=place,
+            facts=f"shape {tuple(tensor.shape)}; {size} % {ranks} == {size % ranks}.",
+            why="What sw.constrain and sw.local cut has blocks of equal length.",
+            fix=f"batches in which it divides by {ranks}, or sw.sequence_parallel, which pads",
+            size=size,
+            ranks=ranks,
+        )
+
+
+def beside_zeros(grad: Tensor, dim: int, place: int, ranks: int) -> Tensor:
+    """The gradient of a whole tensor of which a rank has taken its block: zeros elsewhere."""
+    shape = list(grad.shape)
+    shape[dim] *= ranks
+    whole = grad.new_zeros(shape)
+    whole.narrow(dim, place * grad.shape[dim], grad.shape[dim]).copy_(grad)
+    return whole
 
 
 def _blocks(tensor: Tensor, dim: int, ranks: int) -> Tensor:

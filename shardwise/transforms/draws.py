@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,7 @@ from shardwise.sharding.movement import Mover, finish
 from shardwise.sharding.rng import key
 from shardwise.transforms.micro import batch_rows
 from shardwise.transforms.replaying import aside
-from shardwise.transforms.tensor_context import Cut, current_tensor_context
+from shardwise.transforms.tensor_context import Cut, DropoutCall, current_tensor_context
 
 _NAME = "shardwise.draws"
 
@@ -89,7 +89,7 @@ class Draws:
         self._rows = rows
         self._located = located
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._known: dict[int, int] = {}
+        self._known: dict[int, tuple[int, DropoutCall]] = {}
         self._turned = False
 
     def turn(self) -> None:
@@ -111,24 +111,22 @@ class Draws:
             if self._turned:
                 raise _not_restored(self._where(name))
             found = self._known[mark] = self._next(name)
+        number, call = found
         context = current_tensor_context()
-        cuts = context.cuts_of(x) if context is not None else ()
+        cuts = context.cuts_of(x, call) if context is not None else ()
         if batch_dim is None:
-            return Draw(found, 1, 0, cuts)
+            return Draw(number, 1, 0, cuts)
         count = self._rows.count
         if count is None:
             raise _no_rows(self._where(name))
         if x.shape[batch_dim] % count:
             raise _other_rows(self._where(name), x, batch_dim, count)
-        if any(cut.dim == batch_dim % x.ndim for cut in cuts):
-            raise _cut_rows(self._where(name), x, batch_dim)
-        return Draw(found, count, self._rows.first, cuts)
+        _check_rows(self._where(name), x, batch_dim, cuts)
+        return Draw(number, count, self._rows.first, cuts)
 
-    def _next(self, name: str) -> int:
-        place = (self.place if self.place is not None else "loss_fn", name)
-        number = self._counts[place]
-        self._counts[place] += 1
-        return squares_key(key(self._seed, self._step, "dropout", *place, number))
+    def _next(self, name: str) -> tuple[int, DropoutCall]:
+        call = _call(self._counts, self.place, name)
+        return squares_key(key(self._seed, self._step, "dropout", *call)), call
 
     def _where(self, name: str) -> str:
         module = "loss_fn" if self.place is None else f"module {self.place or '(root)'}"
@@ -159,17 +157,28 @@ class EvalDraws:
 class TracedDraws:
     """Notes which draws a trace meets.
 
+    Args:
+        path: says which module runs, where tensor axes cut layers.
+
     Attributes:
         functional: whether one came from another module than `Dropout`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: Callable[[], str | None] = lambda: None) -> None:
         self.place: str | None = None
         self.functional = False
+        self._path = path
+        self._counts: Counter[tuple[str, str]] = Counter()
 
     def draw(self, x: Tensor, name: str, batch_dim: int | None) -> None:
-        """Fake tensors have no elements to drop."""
+        """Fake tensors have no elements to drop; the context notes how they are cut."""
         self.functional |= self.place is None
+        context = current_tensor_context()
+        if context is None:
+            return
+        place = self.place if self.place is not None else self._path()
+        call = _call(self._counts, place, name)
+        _check_rows(f"module {call.place or '(root)'}", x, batch_dim, context.cuts_of(x, call))
 
 
 AnyDraws = Draws | EvalDraws | TracedDraws
@@ -244,6 +253,18 @@ def micro_rows(
         rows.append(Rows(count, first))
         first = first + (count or 0)
     return rows
+
+
+def _call(counts: Counter[tuple[str, str]], place: str | None, name: str) -> DropoutCall:
+    """The next call of a place."""
+    where = place if place is not None else "loss_fn"
+    counts[where, name] += 1
+    return DropoutCall(where, name, counts[where, name] - 1)
+
+
+def _check_rows(where: str, x: Tensor, batch_dim: int | None, cuts: Sequence[Cut]) -> None:
+    if batch_dim is not None and any(cut.dim == batch_dim % x.ndim for cut in cuts):
+        raise _cut_rows(where, x, batch_dim)
 
 
 def _mark() -> int:

@@ -55,6 +55,7 @@ class Lowered(Lowering):
             f"  {reason:<10}{kind:<15}{axis:<8}x{number:<5}{nbytes:>16,} B"
             for (reason, kind, axis), (number, nbytes) in totals.items()
         ]
+        lines += self._crossing_lines()
         lines.append(str(self.memory()))
         if self.forward_flops is not None:
             part = "rank" if self.plan.accumulation.steps == 1 else "micro-batch"
@@ -62,6 +63,24 @@ class Lowered(Lowering):
         lines += [self._remat_text()] if self.plan.remat else []
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def _crossing_lines(self) -> list[str]:
+        """What activations move over tensor axes in one pass, by kind."""
+        tensor = self.plan.tensor
+        if not tensor.frames:
+            return []
+        axes = ", ".join(axis.name for axis in tensor.axes.values())
+        if not self.traced:
+            return [
+                f"note: what activations move over {axes} is not known until the first step "
+                "(no batch given)"
+            ]
+        first = [item for item in self.schedule.items if item.reason == "activations"]
+        totals: dict[tuple[str, str], list[int]] = {}
+        for item in first:
+            totals.setdefault((item.kind, item.axis), []).append(item.nbytes)
+        moved = [f"{kind} {a} x{len(n)} {sum(n):,} B" for (kind, a), n in totals.items()]
+        return [f"activations of one micro-batch: {', '.join(moved) or 'nothing moves'}"]
 
     def _remat_text(self) -> str:
         """What remat gives, and what it takes."""

@@ -19,6 +19,7 @@ from shardwise.sharding.functional import refuse_written_views
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.redistribute import route_items
 from shardwise.transforms.activations import Recomputation
+from shardwise.transforms.call_facts import CallFacts
 from shardwise.transforms.crossings import Crossing
 from shardwise.transforms.dropout import Dropout
 from shardwise.transforms.event_orders import complete
@@ -66,6 +67,7 @@ class Lowering:
         crossings: how activations cross boundaries, by name.
         replicated: by tensor axis, whole parameters of whose gradient each rank has a part.
         lengths: see [Note: which dimension is cut].
+        facts: about calls inside of modules; see [Note: places].
     """
 
     plan: Plan
@@ -89,6 +91,7 @@ class Lowering:
     crossings: Mapping[str, Crossing] = field(default_factory=dict)
     replicated: Mapping[str, frozenset[str]] = field(default_factory=dict)
     lengths: Lengths = field(default_factory=dict)
+    facts: CallFacts = field(default_factory=CallFacts)
 
     @cached_property
     def tensor_sums(self) -> tuple[TensorSum, ...]:
@@ -309,4 +312,5 @@ class Lowering:
             crossings=seen.crossings,
             replicated=seen.replicated,
             lengths=seen.lengths,
+            facts=seen.facts,
         )

@@ -112,6 +112,7 @@ class Passes:
                     located=lowering.locates,
                 )
                 streams = self._keyed(lowering, state, number)
+                engine.crosser.calls.places.restart()
                 context = in_tensor_context(engine.crosser.calls)
                 with streams, drawing(draws), context, checks, torch.enable_grad():
                     engine.begin(state.flats, "train", schedule)
@@ -196,6 +197,7 @@ class Passes:
             if isinstance(batch, MicroBatches):
                 raise not_for_eval(len(batch))
             streams = keyed(key(int(state.seed), "eval"), self._device)
+            self._engine.crosser.calls.places.restart()
             with (
                 streams,
                 drawing(EvalDraws()),

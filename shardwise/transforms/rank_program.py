@@ -26,6 +26,7 @@ from shardwise.transforms.buffer_sync import (
     read_buffers,
 )
 from shardwise.transforms.carry import FromState
+from shardwise.transforms.call_facts import prepare_calls
 from shardwise.transforms.casts import cast_buffers
 from shardwise.transforms.finite import (
     agree_on_fault,
@@ -291,6 +292,8 @@ class RankProgram:
         )
         self.engine.crosser.chosen = self.lowering.crossings
         self.engine.crosser.calls.lengths = self.lowering.lengths
+        self.engine.crosser.calls.facts = self.lowering.facts
+        prepare_calls(self.stage, self.lowering.facts, self.mover.mesh, self.mover.coords)
         if self.lowering.locates:
             self.stage.locate_all()
         self._settled = True

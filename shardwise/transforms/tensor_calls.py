@@ -16,10 +16,18 @@ from torch import Tensor
 
 from shardwise.sharding.errors import PlanError
 from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.spec import Spec
 from shardwise.transforms.activation_types import Invariant, Sharded, Types
+from shardwise.transforms.call_facts import CallFacts
 from shardwise.transforms.crossings import Crossing, crossed
+from shardwise.transforms.declared import LocalRegion
+from shardwise.transforms.declared_run import Cross, DeclaredRun
+from shardwise.transforms.declared_trace import DeclaredTrace, nested
+from shardwise.transforms.dropout_cuts import CutAt, cuts_at, cuts_in, unseen_call
 from shardwise.transforms.order import CROSS, Event
-from shardwise.transforms.tensor_context import Cut, VocabShard
+from shardwise.transforms.places import Places
+from shardwise.transforms.random_cuts import Apart
+from shardwise.transforms.tensor_context import Cut, DropoutCall, VocabShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,9 @@ class TracedCalls:
         around: calls of recomputed modules that are open.
         untyped: context in which operations are not typed.
         enter: brings an activation into what an axis cuts.
+        declared: types the calls of `sw.constrain` and `sw.local`.
+        places: of the trace.
+        closed: gives the call of `sw.local` that runs, or "".
     """
 
     def __init__(
@@ -63,8 +74,15 @@ class TracedCalls:
         *,
         untyped: Callable[[], Any],
         enter: Callable[[str, Tensor, str], Tensor],
+        declared: DeclaredTrace,
+        places: Places,
+        closed: Callable[[], str],
     ) -> None:
         self.lengths: dict[int, CutLength | None] = {}
+        self.dropouts: dict[DropoutCall, tuple[CutAt, ...]] = {}
+        self.declared = declared
+        self.places = places
+        self._closed = closed
         self._mesh = mesh
         self._types = types
         self._events = events
@@ -78,6 +96,7 @@ class TracedCalls:
         Raises:
             PlanError: dimensions of the same length are cut in one place and whole in another.
         """
+        self._refuse_inside("sw.cross_entropy")
         found, length = self._cut(tensor, dim), tensor.shape[dim]
         if self.lengths.setdefault(length, found) != found:
             raise PlanError(
@@ -98,23 +117,44 @@ class TracedCalls:
                 return CutLength(axis, kind.rows or tensor.shape[dim] * self._mesh[axis])
         return None
 
-    def cuts_of(self, tensor: Tensor) -> tuple[Cut, ...]:
-        """Nothing is cut.
+    def cuts_of(self, tensor: Tensor, call: DropoutCall) -> tuple[Cut, ...]:
+        """By its type, which is noted for the step.
 
         Raises:
-            PlanError: it is.
+            PlanError: two axes cut one dimension, or types are not known here.
         """
-        for axis in self._types.axes:
-            kind = self._types.of(tensor, axis)
-            if isinstance(kind, Sharded):
-                raise PlanError(
-                    f"sw.dropout is called on an activation that {axis!r} cuts.",
-                    facts=f"it is {kind}, {tuple(tensor.shape)} on each rank.",
-                    why="Its masks depend on the place of an element in the whole activation.",
-                    fix="torch's dropout there, or sw.dropout on what is whole",
-                    axis=axis,
-                )
-        return ()
+        self._refuse_inside("sw.dropout")
+        found = self.dropouts[call] = cuts_in(self._types, tensor, call)
+        coords = dict.fromkeys(self._mesh.names, 0)
+        return cuts_at(
+            found, tensor, call, mesh=self._mesh, coords=coords, length_of=lambda stack: 0
+        )
+
+    def constrain(self, tensor: Tensor, spec: Spec) -> Tensor:
+        """See `sw.constrain`."""
+        return self.declared.constrain(tensor, spec)
+
+    def local(self, region: LocalRegion, args: tuple[Any, ...]) -> Any:
+        """See `sw.local`."""
+        return self.declared.local(region, args)
+
+    def facts(self, apart: Apart) -> CallFacts:
+        """What a step has to know.
+
+        Args:
+            apart: random functions that draw apart.
+        """
+        return CallFacts(
+            self._types.axes,
+            apart,
+            dict(self.dropouts),
+            frozenset(self.declared.placed),
+            dict(self.declared.even),
+        )
+
+    def _refuse_inside(self, call: str) -> None:
+        if self._closed():
+            raise nested(call, self._closed())
 
     def all_gather(self, tensor: Tensor, axis: str, name: str) -> Tensor:
         """The shape of the numbers of all ranks."""
@@ -151,6 +191,8 @@ class RunCalls:
         coords: of this rank.
         numbers: runs an exchange of numbers in its turn.
         enter: brings an activation into what an axis cuts.
+        cross: runs a crossing that was chosen.
+        length_of: the length of the sequence in a stack of modules; 0 if it is not known.
     """
 
     def __init__(
@@ -160,8 +202,16 @@ class RunCalls:
         *,
         numbers: Callable[[str, Crossing, Tensor], Tensor],
         enter: Callable[[str, Tensor, str], Tensor],
+        cross: Cross,
+        length_of: Callable[[str], int],
     ) -> None:
         self.lengths: Lengths = {}
+        self.facts = CallFacts()
+        self.places = Places()
+        self._length_of = length_of
+        self._declared = DeclaredRun(
+            mesh, coords, places=self.places, cross=cross, length_of=length_of
+        )
         self._mesh = mesh
         self._coords = coords
         self._numbers = numbers
@@ -173,9 +223,31 @@ class RunCalls:
         found = self.lengths.get(length)
         return None if found is None else shard_at(found, length, self._mesh, self._coords)
 
-    def cuts_of(self, tensor: Tensor) -> tuple[Cut, ...]:
-        """A trace has refused others."""
-        return ()
+    def cuts_of(self, tensor: Tensor, call: DropoutCall) -> tuple[Cut, ...]:
+        """As a trace has noted, or as for the other calls of that place if it has had fewer.
+
+        Raises:
+            RandomError: the trace has met no such call.
+        """
+        if not self.facts.axes:
+            return ()
+        found = self.facts.dropouts.get(call)
+        if found is None:
+            others = {f for one, f in self.facts.dropouts.items() if one[:2] == call[:2]}
+            if len(others) != 1:
+                raise unseen_call(call)
+            (found,) = others
+        return cuts_at(
+            found, tensor, call, mesh=self._mesh, coords=self._coords, length_of=self._length_of
+        )
+
+    def constrain(self, tensor: Tensor, spec: Spec) -> Tensor:
+        """See `sw.constrain`."""
+        return self._declared.constrain(tensor, spec, self.facts)
+
+    def local(self, region: LocalRegion, args: tuple[Any, ...]) -> Any:
+        """See `sw.local`."""
+        return self._declared.local(region, args, self.facts)
 
     def all_gather(self, tensor: Tensor, axis: str, name: str) -> Tensor:
         """In its turn."""

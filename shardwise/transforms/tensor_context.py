@@ -13,12 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from shardwise.sharding.compat import set_thread_value, thread_value
 from shardwise.sharding.frames import Run
+from shardwise.sharding.spec import Spec
+from shardwise.transforms.declared import LocalRegion
+from shardwise.transforms.places import Places
 
 _NAME = "shardwise.tensor_context"
 
@@ -59,15 +62,33 @@ class Cut:
     size: int
 
 
+class DropoutCall(NamedTuple):
+    """A call of `sw.dropout`: path of its module (or `loss_fn`), its name, and its number."""
+
+    place: str
+    name: str
+    number: int
+
+
 class TensorContext(Protocol):
     """What a pass knows about tensor axes; see [Note: the tensor context]."""
+
+    places: Places
 
     def shard_of(self, tensor: Tensor, dim: int, /) -> VocabShard | None:
         """How a dimension of a tensor is cut in one piece; None if it is whole."""
         ...
 
-    def cuts_of(self, tensor: Tensor, /) -> tuple[Cut, ...]:
-        """How a tensor is cut; empty if it is whole, or if nothing is known about it."""
+    def cuts_of(self, tensor: Tensor, call: DropoutCall, /) -> tuple[Cut, ...]:
+        """How the input of a call of `sw.dropout` is cut; empty if it is whole."""
+        ...
+
+    def constrain(self, tensor: Tensor, spec: Spec, /) -> Tensor:
+        """The activation in a layout; see `sw.constrain`."""
+        ...
+
+    def local(self, region: LocalRegion, args: tuple[Any, ...], /) -> Any:
+        """Run a function on blocks; see `sw.local`."""
         ...
 
     def all_gather(self, tensor: Tensor, axis: str, name: str, /) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from shardwise.sharding.compat import without_functions
 from shardwise.sharding.pytree import tree_leaves
 from shardwise.sharding.rng import key, keyed
 from shardwise.transforms.replaying import aside
@@ -49,7 +50,8 @@ def apart(place: int, run: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
 
 def _number() -> int:
     """Drawn on the host, which need not wait for a GPU."""
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+    with without_functions():  # no mode counts it among the random functions of a module
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
 def _device(tree: Any) -> torch.device:

@@ -1,16 +1,17 @@
-"""Gradients that each tensor rank has a part of: of parameters that are whole where a layer is cut.
+"""Gradients that each tensor rank has a part of: of what is whole where a layer is cut.
 
 [Note: whole parameters in cut layers]
 A norm over a cut sequence, a bias or a norm of single heads, the first matrix of a low-rank pair:
 every rank has the whole parameter and applies it to its own part of the activations, so its
 gradient is the sum over the ranks of the axis. Which parameters these are follows from the types of
-activations (used as replicated). All of them are summed in one collective per axis and dtype, after
+activations (used as replicated). Likewise rows of a fused tensor that several ranks hold; see
+[Note: copies inside of blocks]. All of them are summed in one collective per axis and dtype, after
 the last pass and in the layout in which data axes have cut them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,17 +20,30 @@ from torch import Tensor
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.collectives import Collective, all_reduce_bytes
 from shardwise.sharding.compat import copy_all
+from shardwise.sharding.copies import copied, copies_of, most_copied
+from shardwise.sharding.layout import Entry, Layout
 from shardwise.sharding.leaves import Flats
+from shardwise.sharding.lying import rectangle
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.movement import Mover, finish
 
 
 class Piece(NamedTuple):
-    """A parameter's elements in the landed gradients of a bucket."""
+    """One parameter's gradient in a bucket: all of its block, or its copied rows.
+
+    Args:
+        bucket: name of the bucket.
+        layout: of its landed gradients.
+        entry: of the parameter.
+        numel: elements that are moved: the most that any rank has.
+        has_copies: whether only what is a copy along the axis is summed.
+    """
 
     bucket: str
-    start: int
-    stop: int
+    layout: Layout
+    entry: Entry
+    numel: int
+    has_copies: bool
 
 
 class TensorSum(NamedTuple):
@@ -49,20 +63,32 @@ def plan_sums(
         paths: by tensor axis, the parameters that are used as replicated.
         mesh: sizes of the axes.
     """
-    sums: list[TensorSum] = []
+    found: dict[tuple[str, torch.dtype], list[Piece]] = {}
     for axis, wanted in paths.items():
-        found: dict[torch.dtype, list[Piece]] = {}
-        for bucket in buckets:
-            for entry in bucket.sums.entries if bucket.sums else ():
-                if entry.path in wanted and bucket.sums:
-                    piece = Piece(bucket.name, entry.offset, entry.offset + entry.numel)
-                    found.setdefault(bucket.sums.dtype, []).append(piece)
-        for dtype, pieces in found.items():
-            nbytes = sum(piece.stop - piece.start for piece in pieces) * dtype.itemsize
-            moved = all_reduce_bytes(nbytes, mesh[axis])
-            item = Collective("all_reduce", axis, moved, "", "grads", dtype)
-            sums.append(TensorSum(item, tuple(pieces)))
-    return tuple(sums)
+        for bucket, sums, entry in _landing(buckets):
+            if entry.path in wanted:
+                piece = Piece(bucket, sums, entry, entry.numel, has_copies=False)
+                found.setdefault((axis, sums.dtype), []).append(piece)
+    for bucket, sums, entry in _landing(buckets):
+        copies = {axis for axes in copies_of(entry.frame, mesh) for axis in axes}
+        for axis in (one for one in mesh if one in copies):
+            numel = most_copied(entry, sums, mesh, axis)
+            piece = Piece(bucket, sums, entry, numel, has_copies=True)
+            found.setdefault((axis, sums.dtype), []).append(piece)
+    return tuple(_sum(axis, dtype, pieces, mesh) for (axis, dtype), pieces in found.items())
+
+
+def _landing(buckets: Sequence[Bucket]) -> Iterator[tuple[str, Layout, Entry]]:
+    for bucket in buckets:
+        for entry in bucket.sums.entries if bucket.sums else ():
+            assert bucket.sums is not None
+            yield bucket.name, bucket.sums, entry
+
+
+def _sum(axis: str, dtype: torch.dtype, pieces: Sequence[Piece], mesh: Mesh) -> TensorSum:
+    nbytes = sum(piece.numel for piece in pieces) * dtype.itemsize
+    moved = all_reduce_bytes(nbytes, mesh[axis])
+    return TensorSum(Collective("all_reduce", axis, moved, "", "grads", dtype), tuple(pieces))
 
 
 def run_sums(mover: Mover, sums: Sequence[TensorSum], landed: Flats) -> None:
@@ -74,8 +100,35 @@ def run_sums(mover: Mover, sums: Sequence[TensorSum], landed: Flats) -> None:
         landed: gradients by bucket.
     """
     for one in sums:
-        views = [landed[p.bucket][p.start : p.stop] for p in one.pieces]
-        packed = torch.cat(views)
+        views = [_views(mover, one.item.axis, piece, landed) for piece in one.pieces]
+        first = landed[one.pieces[0].bucket]
+        packed = first.new_zeros(sum(piece.numel for piece in one.pieces))
+        slots = packed.split([piece.numel for piece in one.pieces])
+        parts = [
+            part
+            for slot, here in zip(slots, views, strict=True)
+            for part in _cut(slot, [view.shape for view in here])
+        ]
+        values = [view for here in views for view in here]
+        if parts:
+            copy_all(parts, values)
         finish(mover.all_reduce(packed, one.item))
-        parts: list[Tensor] = list(packed.split([view.numel() for view in views]))
-        copy_all(views, parts)
+        if parts:
+            copy_all(values, parts)
+
+
+def _views(mover: Mover, axis: str, piece: Piece, landed: Flats) -> list[Tensor]:
+    """What this rank sums of one parameter."""
+    block = piece.entry.view(landed[piece.bucket])
+    if not piece.has_copies:
+        return [block]
+    tiles = copied(piece.entry, piece.layout, mover.mesh, mover.coords, axis)
+    return [rectangle(block, tile.at, tile.sizes) for tile in tiles]
+
+
+def _cut(slot: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
+    """Views of the beginning of a flat buffer in some shapes, one after the other."""
+    start = 0
+    for shape in shapes:
+        yield slot[start : start + shape.numel()].view(shape)
+        start += shape.numel()

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shardwise.sharding.errors import LossError
+from shardwise.sharding.functional import bound
 from shardwise.transforms.class_loss import ClassLoss, accurate
 from shardwise.transforms.cross_entropy import (
     Gather,
@@ -94,6 +95,7 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([3, -100]))
     tensor(1.3863)
     """
+    weight, bias = bound(weight), bound(bias)
     check_options(_CALL, label_smoothing, z_loss, reduction)
     check_shapes(_CALL, "hidden", hidden, target)
     _check(hidden, weight, bias, chunks, softcap)

@@ -21,8 +21,10 @@ from shardwise.sharding.compat import FakeTensorMode, TorchDispatchMode
 from shardwise.sharding.errors import PlanError, ShardwiseError
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.pytree import tree_leaves, tree_map
+from shardwise.transforms.activation_types import TypeMismatch
 from shardwise.transforms.activations import Activations, Recomputation
 from shardwise.transforms.binding import Stage
+from shardwise.transforms.call_facts import CallFacts
 from shardwise.transforms.crossings import Crossing
 from shardwise.transforms.draws import TracedDraws, drawing
 from shardwise.transforms.loss import parse_loss
@@ -30,7 +32,7 @@ from shardwise.transforms.order import Event
 from shardwise.transforms.tensor_calls import Lengths
 from shardwise.transforms.tensor_context import in_tensor_context
 from shardwise.transforms.tracer import Tracer, storage_of
-from shardwise.transforms.typed_trace import untraced
+from shardwise.transforms.typed_trace import Typed, untraced
 
 LossFunction = Callable[[Any, Any], Any]
 Sites = Mapping[str, Sequence[tuple[dict[str, Any], str]]]
@@ -57,6 +59,7 @@ class Trace:
         replicated: by tensor axis, parameters that are whole and of whose gradient each rank has
             a part.
         lengths: by length of a dimension that a loss asked about, how it is cut.
+        facts: about calls inside of modules, where tensor axes cut layers.
     """
 
     events: tuple[Event, ...]
@@ -71,6 +74,7 @@ class Trace:
     crossings: Mapping[str, Crossing] = field(default_factory=dict)
     replicated: Mapping[str, frozenset[str]] = field(default_factory=dict)
     lengths: Lengths = field(default_factory=dict)
+    facts: CallFacts = field(default_factory=CallFacts)
 
 
 def like(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -107,6 +111,8 @@ def trace(
         ShardwiseError: the model breaks a rule of units or the loss is not a loss.
     """
     given: dict[str, Any] = {"buffers": buffers, "device": device, "staying": staying}
+    if plan.tensor.axes:
+        stage.place_modules()
     if not plan.tensor.axes or plan.tensor.logits != "auto":
         collects = plan.tensor.logits == "gathered"
         return _trace(plan, stage, loss_fn, batch, **given, collects=collects)
@@ -135,7 +141,7 @@ def _trace(
     fakes = {name: mode.from_tensor(value) for name, value in held.items()}
     storages = {name: storage_of(fake) for name, fake in fakes.items()}
     flops = FlopCounterMode(display=False)
-    run = _Run(stage, loss_fn, mode, device)
+    run = _Run(stage, loss_fn, mode, device, tracer.typed)
     try:
         _hold(buffers, fakes)
         run(tracer, batch, fakes.values(), flops)
@@ -161,6 +167,7 @@ def _trace(
             crossings=typed.crossings.chosen,
             replicated=typed.replicated(),
             lengths=typed.calls.lengths,
+            facts=typed.facts,
         )
     if run.note or tracer.activations is None:
         return seen
@@ -176,14 +183,20 @@ class _Run:
     """One run of a loss function under all the modes of a trace, and what it left behind."""
 
     def __init__(
-        self, stage: Stage, loss_fn: LossFunction, mode: FakeTensorMode, device: torch.device
+        self,
+        stage: Stage,
+        loss_fn: LossFunction,
+        mode: FakeTensorMode,
+        device: torch.device,
+        typed: Typed | None,
     ) -> None:
         self._stage, self._loss_fn, self._mode, self._device = stage, loss_fn, mode, device
         self.aux: tuple[str, ...] | None = None
         self.terms: tuple[str, ...] = ()
         self.note = ""
         self.writes = _Writes()
-        self.draws = TracedDraws()
+        self._typed = typed
+        self.draws = TracedDraws(lambda: None if typed is None else typed.places.path)
 
     def __call__(
         self, tracer: Tracer, batch: Any, buffers: Iterable[Tensor], flops: FlopCounterMode
@@ -212,6 +225,8 @@ class _Run:
             tracer.refuse_writes(self.writes.storages)
         except ShardwiseError:
             raise
+        except TypeMismatch as mismatch:
+            raise mismatch.error(self._typed and self._typed.places.path) from mismatch
         except Exception as error:
             self.note = _where(error)
 

@@ -7,7 +7,7 @@ type for all outputs, or one for each), or raises `TypeMismatch`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -164,9 +164,9 @@ def broadcast(call: Call, operands: Sequence[Operand], shape: Sequence[int]) -> 
         return join_equal(call, operands)
     if any(isinstance(kind, Partial) for _, kind in operands):
         raise call.mismatch("a partial sum meets a block; it has to be summed first")
-    first, kind = cut[0]
+    first, kind = min(cut, key=lambda one: one[1].copies)
     dim = kind.dim + len(shape) - first.dim()
-    for other, other_kind in cut[1:]:
+    for other, other_kind in cut:
         same(call, kind, other_kind, (dim, other_kind.dim + len(shape) - other.dim()))
     if sum(kind.segments) != shape[dim]:
         raise call.mismatch(
@@ -184,7 +184,7 @@ def broadcast(call: Call, operands: Sequence[Operand], shape: Sequence[int]) -> 
                 size=one.shape[at],
             )
     beside_sharded(call, rest)
-    return Sharded(dim, kind.segments, kind.rows)
+    return replace(kind, dim=dim)
 
 
 def pointwise(call: Call) -> Type:

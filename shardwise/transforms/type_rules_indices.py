@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from shardwise.transforms.activation_types import Partial, Sharded, Type
@@ -41,7 +43,7 @@ def _embedding(call: Call) -> Type:
         if kind.dim == 0:
             raise _cut_through(call, kind)
         beside_sharded(call, [index])
-        return Sharded(index[0].dim(), kind.segments, kind.rows)
+        return replace(kind, dim=index[0].dim())
     if isinstance(index[1], Sharded):
         beside_sharded(call, [weight])
         return index[1]
@@ -92,7 +94,7 @@ def _index(call: Call) -> Type:
     wide = call.outputs[0].dim() - (ndim - len(dims))
     before = kind.dim - sum(dim < kind.dim for dim in dims)
     moved = before + wide if not together or kind.dim > dims[0] else before
-    return Sharded(moved, kind.segments, kind.rows)
+    return replace(kind, dim=moved)
 
 
 def _is_mask(index: Tensor) -> bool:

@@ -7,6 +7,7 @@ of any other dimension goes to the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -41,9 +42,8 @@ def contract(
         return _of_equals(call, *factors)
     if any(isinstance(kind, Partial) for _, kind in factors):
         raise call.mismatch("a partial sum meets a block; it has to be summed first")
-    at, label, kind = cut[0]
-    if len(cut) == 2:
-        _, other_label, other_kind = cut[1]
+    (at, label, kind), *others = sorted(cut, key=lambda one: one[2].copies)
+    for _, other_label, other_kind in others:
         if label != other_label:
             raise call.mismatch(
                 f"dim {kind.dim} of one factor and dim {other_kind.dim} of the other are cut, "
@@ -51,7 +51,7 @@ def contract(
                 dims=(kind.dim, other_kind.dim),
             )
         same(call, kind, other_kind, (0, 0))
-    else:
+    if not others:
         whole, around = factors[1 - at], labels[1 - at]
         size = whole[0].shape[list(around).index(label)] if label in around else 1
         if label in around and (label not in result or size != 1):
@@ -64,11 +64,16 @@ def contract(
             )
         beside_sharded(call, [whole])
     if label in result:
-        return Sharded(list(result).index(label), kind.segments, kind.rows)
+        return replace(kind, dim=list(result).index(label))
     if kind.rows is not None:
         raise call.mismatch(
             f"dim {kind.dim} is contracted, which is padded to more than {kind.rows} rows",
             rows=kind.rows,
+        )
+    if kind.stack or kind.copies > 1:
+        held = f"copied on {kind.copies} ranks" if kind.copies > 1 else "padded for odd lengths"
+        raise call.mismatch(
+            f"dim {kind.dim} is contracted, of which blocks are {held}", copies=kind.copies
         )
     return Partial()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -38,8 +39,8 @@ def _reduction(call: Call) -> Type | Sequence[Type]:
     dims = _dims(call, ndim)
     if kind.dim not in dims:
         lost = 0 if call.given.get("keepdim") else sum(dim < kind.dim for dim in dims)
-        return [Sharded(kind.dim - lost, kind.segments, kind.rows)] * len(call.outputs)
-    if call.op == "sum" and kind.rows is None:
+        return [replace(kind, dim=kind.dim - lost)] * len(call.outputs)
+    if call.op == "sum" and not kind.may_be_padded and kind.copies == 1:
         return Partial()
     raise call.mismatch(
         f"{call.op} runs over dim {kind.dim}, of which each rank has only "

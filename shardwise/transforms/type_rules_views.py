@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -40,7 +41,7 @@ def _view(call: Call) -> Type:
         if kind.dim not in olds:
             continue
         if len(olds) == len(news) == 1:
-            return Sharded(news[0], kind.segments, kind.rows)
+            return replace(kind, dim=news[0])
         ahead = math.prod(before[dim] for dim in olds if dim < kind.dim)
         behind = math.prod(before[dim] for dim in olds if dim > kind.dim)
         if kind.rows is not None:
@@ -48,7 +49,7 @@ def _view(call: Call) -> Type:
         segments = tuple(segment * behind for segment in kind.segments) * ahead
         placed = _place(segments, [after[dim] for dim in news])
         if placed is not None:
-            return Sharded(news[placed[0]], placed[1])
+            return replace(kind, dim=news[placed[0]], segments=placed[1])
     raise call.mismatch(
         f"a view from {before} to {after} does not keep a block of dim {kind.dim} together",
         dim=kind.dim,
@@ -102,7 +103,7 @@ def _permuted(call: Call, order: Sequence[int]) -> Type:
     kind = _through(call)
     if not isinstance(kind, Sharded):
         return kind
-    return Sharded(list(order).index(kind.dim), kind.segments, kind.rows)
+    return replace(kind, dim=list(order).index(kind.dim))
 
 
 def _permute(call: Call) -> Type:
@@ -124,7 +125,7 @@ def _unsqueeze(call: Call) -> Type:
     if not isinstance(kind, Sharded):
         return kind
     at = _dim(call.given["dim"], call.outputs[0].dim())
-    return Sharded(kind.dim + (at <= kind.dim), kind.segments, kind.rows)
+    return replace(kind, dim=kind.dim + (at <= kind.dim))
 
 
 def _squeeze(call: Call) -> Type:
@@ -140,7 +141,7 @@ def _squeeze(call: Call) -> Type:
         raise call.mismatch(
             f"dim {kind.dim} is squeezed, of which each rank has one row of its own", dim=kind.dim
         )
-    return Sharded(kind.dim - sum(dim < kind.dim for dim in gone), kind.segments, kind.rows)
+    return replace(kind, dim=kind.dim - sum(dim < kind.dim for dim in gone))
 
 
 def _expand(call: Call) -> Type:
@@ -154,7 +155,7 @@ def _expand(call: Call) -> Type:
             f"a block of {before[kind.dim]} rows is repeated to {after[dim]}",
             rows=(before[kind.dim], after[dim]),
         )
-    return Sharded(dim, kind.segments, kind.rows)
+    return replace(kind, dim=dim)
 
 
 def _cut(call: Call, kind: Sharded, start: int, stop: int) -> Type:
@@ -172,7 +173,7 @@ def _cut(call: Call, kind: Sharded, start: int, stop: int) -> Type:
             stop=stop,
             segments=kind.segments,
         )
-    return Sharded(kind.dim, kind.segments[bounds.index(start) : bounds.index(stop)])
+    return replace(kind, segments=kind.segments[bounds.index(start) : bounds.index(stop)])
 
 
 def _slice(call: Call) -> Type:
@@ -217,7 +218,7 @@ def _select(call: Call) -> Type | Sequence[Type]:
                 dim=at,
                 rows=sum(kind.segments),
             )
-        kind = Sharded(kind.dim - (at < kind.dim), kind.segments, kind.rows)
+        kind = replace(kind, dim=kind.dim - (at < kind.dim))
     return [kind] * len(call.outputs) if call.op == "unbind" else kind
 
 
@@ -238,6 +239,7 @@ def _cat(call: Call) -> Type:
             f"the inputs are sharded on dims {[kind.dim for kind in cut]}",
             dims=tuple(kind.dim for kind in cut),
         )
+    first = min(cut, key=lambda kind: kind.copies)
     stacked = call.op == "stack"
     ndim = call.outputs[0].dim()
     at = _dim(call.given.get("dim", 0), ndim)
@@ -251,15 +253,17 @@ def _cat(call: Call) -> Type:
         )
     beside_sharded(call, rest)
     if along:
-        if any(kind.rows is not None for kind in cut):
-            raise call.mismatch("blocks with padding are put together along their dimension")
-        return Sharded(at, tuple(size for kind in cut for size in kind.segments))
+        if any(kind.may_be_padded or kind.copies != first.copies for kind in cut):
+            raise call.mismatch(
+                "blocks with padding, or with other copies, are put together along their dimension"
+            )
+        return replace(first, dim=at, segments=tuple(s for kind in cut for s in kind.segments))
     if len({(kind.segments, kind.rows) for kind in cut}) > 1:
         raise call.mismatch(
             f"the inputs are cut differently: {', '.join(map(str, cut))}",
             segments=tuple(kind.segments for kind in cut),
         )
-    return Sharded(cut[0].dim + (stacked and at <= cut[0].dim), cut[0].segments, cut[0].rows)
+    return replace(first, dim=first.dim + (stacked and at <= first.dim))
 
 
 RULES: dict[str, Rule] = {

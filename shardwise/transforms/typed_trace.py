@@ -18,9 +18,13 @@ from shardwise.transforms.activation_types import (
     Type,
     Types,
 )
+from shardwise.transforms.call_facts import CallFacts
 from shardwise.transforms.crossing_trace import CrossingTrace
+from shardwise.transforms.declared_trace import DeclaredTrace
 from shardwise.transforms.loss import Loss
 from shardwise.transforms.order import Event
+from shardwise.transforms.places import Places
+from shardwise.transforms.random_cuts import RandomTrace
 from shardwise.transforms.tensor_calls import TracedCalls
 from shardwise.transforms.tensor_layers import Boundary, Run, cut_lookup
 from shardwise.transforms.typing_mode import TypingMode
@@ -49,8 +53,9 @@ class Typed:
         self._plan = plan
         axes = [axis for axis in plan.tensor.axes.values() if plan.mesh[axis.name] > 1]
         self.types = Types([axis.name for axis in axes])
-        self.mode = TypingMode(self.types, where=lambda: self.place)
-        self.place = ""
+        self.places = Places()
+        self.random = RandomTrace(self.places)
+        self.mode = TypingMode(self.types, where=lambda: self.places.path, seen=self.random.saw)
         self.crossings = CrossingTrace(
             plan.mesh,
             self.types,
@@ -66,6 +71,16 @@ class Typed:
             around,
             untyped=self.mode.untyped,
             enter=self._enter,
+            declared=DeclaredTrace(
+                plan.mesh,
+                self.types,
+                self.mode,
+                self.crossings,
+                places=self.places,
+                parameters=values,
+            ),
+            places=self.places,
+            closed=lambda: self.crossings.closed,
         )
         for path, value in values.items():
             self.types.set(value, {axis.name: _start(plan, path, axis.parts) for axis in axes})
@@ -97,6 +112,11 @@ class Typed:
         joined = torch.stack([total.double().sum() for total in totals]).sum()
         self.crossings.mark_reached(joined)
 
+    @property
+    def facts(self) -> CallFacts:
+        """What a step has to know of calls inside of modules."""
+        return self.calls.facts(self.random.apart)
+
     def replicated(self) -> dict[str, frozenset[str]]:
         """By axis, trainable whole parameters of whose gradient each rank has a part.
 
@@ -121,9 +141,9 @@ def _start(plan: Plan, path: str, parts: tuple[str, ...]) -> Type:
     (dim,) = frame.cut_dims
     rows = frame.shape[dim]
     uneven = any(run.count != frame.block[dim] for cut in frame.cuts for run in cut[dim][:1])
-    return Sharded(
-        dim, frame.segments[dim], rows if uneven and len(frame.segments[dim]) == 1 else None
-    )
+    known = rows if uneven and len(frame.segments[dim]) == 1 else None
+    held = plan.mesh.product(tuple(part for part in parts if part in frame.axes))
+    return Sharded(dim, frame.segments[dim], known, copies=plan.mesh.product(parts) // held)
 
 
 def untraced(note: str) -> PlanError:

@@ -30,6 +30,7 @@ from shardwise.transforms.activation_types import (
     TypeMismatch,
     Types,
 )
+from shardwise.transforms.places import function_name
 from shardwise.transforms.type_rules import Call, Rule, is_pointwise, pointwise, whole
 
 RULES: Mapping[str, Rule] = {
@@ -39,6 +40,12 @@ RULES: Mapping[str, Rule] = {
     **type_rules_reductions.RULES,
     **type_rules_indices.RULES,
 }
+Drawn = Sequence[tuple[str, dict[str, Type], str | None]]
+"""Random operations: name, types of the result, and the module."""
+
+Seen = Callable[[str, Drawn], None]
+"""Is told the name of a function and what it drew."""
+
 _BINARY_FORMS = ("max", "min")
 _WHOLE_FUNCTIONS: Mapping[Any, str] = {
     torch.nn.functional.linear: "linear",
@@ -54,16 +61,26 @@ class TypingMode(TorchDispatchMode):
 
     Args:
         types: the table, which has the types of the inputs and parameters.
-        where: says in which module the forward pass is, for errors and random operations.
+        where: says in which module the forward pass is, for errors and random operations; None:
+            in none.
+        seen: is told every function that was called, and what of `types.random` it drew.
 
     Raises:
         PlanError: from the operation whose inputs do not go together.
     """
 
-    def __init__(self, types: Types, *, where: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self,
+        types: Types,
+        *,
+        where: Callable[[], str | None] = lambda: "",
+        seen: Seen = lambda name, drawn: None,
+    ) -> None:
         super().__init__()
+        self.drew_untyped = False
         self._types = types
         self._where = where
+        self._seen = seen
         self._functions = _Functions(self)
         self._inside = False
 
@@ -90,6 +107,7 @@ class TypingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         # `prim` operations ask for a device or layout; an error raised in them ends the process.
         if self._inside or func.namespace == "prim":
+            self.drew_untyped |= torch.Tag.nondeterministic_seeded in func.tags
             return func(*args, **kwargs)
         schema = func._schema
         given = {one.name: one.default_value for one in schema.arguments if one.has_default_value()}
@@ -123,18 +141,27 @@ class TypingMode(TorchDispatchMode):
 
     def whole_function(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a function of several operations and type its result by one rule."""
+        if self._inside:
+            return func(*args, **kwargs)
         names, rule = type_rules_products.WHOLE[name]
         given = dict(zip(names, args, strict=False)) | kwargs
         random = bool(given.get("dropout_p") or (len(args) > len(names) and args[len(names)]))
 
         def run() -> Any:
-            self._inside = True
-            try:
+            with self.untyped():
                 return func(*args, **kwargs)
-            finally:
-                self._inside = False
 
         return self._typed(rule, name, given, run, (), random=random)
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run a function, by one rule if there is one for all of it, and tell who wants to know."""
+        before, name = len(self._types.random), _WHOLE_FUNCTIONS.get(func)
+        if name is None:
+            result = func(*args, **kwargs)
+        else:
+            result = self.whole_function(name, func, args, kwargs)
+        self._seen(function_name(func), self._types.random[before:])
+        return result
 
     def _typed(
         self,
@@ -195,11 +222,8 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Hand a known function to the mode as a whole."""
-        name = _WHOLE_FUNCTIONS.get(func)
-        if name is None:
-            return func(*args, **(kwargs or {}))
-        return self._mode.whole_function(name, func, args, kwargs or {})
+        """Hand a function to the mode as a whole."""
+        return self._mode.call(func, args, kwargs or {})
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:

@@ -1,0 +1,134 @@
+"""Rows of fused tensors that several ranks hold: gradients summed, each row once in norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.sharding.checkpoint.records import records_of
+from shardwise.sharding.copies import copies_of
+from shardwise.sharding.errors import PlanError
+from tests.hf.zoo import batches, loss_of, transformers
+from tests.oracles.one_process import assert_same, one_process, sharded
+
+pytestmark = pytest.mark.simulated
+
+QKV = "*qkv_proj*"
+
+
+def phi3(kv: int, dtype: torch.dtype = torch.float64) -> Any:
+    """q, k and v in one weight; norms are far from 1."""
+    torch.manual_seed(0)
+    config = transformers.Phi3Config(
+        vocab_size=97,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=kv,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = transformers.Phi3ForCausalLM(config).to(dtype)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-2, weight_decay=0.1)
+
+
+PLANS: dict[str, tuple[dict[str, int], list[sw.Transform]]] = {
+    "alone": ({"tp": 4}, []),
+    "sequence": ({"tp": 4}, [sw.sequence_parallel("tp")]),
+    "zero 3 on the fused rows": (
+        {"fsdp": 2, "tp": 4},
+        [sw.zero(3, "fsdp"), sw.zero(3, "fsdp", on=0, pad=True, where=QKV)],
+    ),
+    "zero 2 on the other dimension": (
+        {"tp": 4, "fsdp": 2},
+        [sw.zero(2, "fsdp", on=1, where=QKV)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("kv", "kind"), [*((2, kind) for kind in PLANS), (1, "alone")])
+def test_copied_rows_train_as_in_one_process(kv: int, kind: str) -> None:
+    """Their sums are planned, and one kv head is whole on all ranks without an axis of its own."""
+    axes, more = PLANS[kind]
+    model, data, loss = phi3(kv), batches("llama", 2), loss_of("phi3")
+    plan = sw.plan(model, sw.Mesh(**axes), sw.tensor_parallel("tp"), *more)
+    want = one_process(model, loss, data, adamw, parts=axes.get("fsdp", 1))
+    got = sharded(model, plan, loss, data, sw.optim.adamw(1e-2, weight_decay=0.1))
+    assert_same(got, want)
+
+
+def test_copies_stay_equal_in_bits_and_norms_count_them_once() -> None:
+    model, data, loss = phi3(2), batches("llama", 2), loss_of("phi3")
+    plan = sw.plan(model, sw.Mesh(tp=4), sw.tensor_parallel("tp"))
+    optimizer = sw.optim.chain(sw.optim.clip_by_global_norm(0.1), sw.optim.sgd(1.0, momentum=0.9))
+    norms: list[Tensor] = []
+    with sw.simulate(plan.mesh):
+        program = sw.lower(plan, loss, optimizer).bind()
+        state = program.init(sw.from_module(model))
+        for batch in data:
+            state, metrics = program.step(state, program.shard_batch(batch))
+            assert metrics.grad_norm is not None
+            norms.append(metrics.grad_norm)
+    stepper = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
+    for batch, norm in zip(data, norms, strict=True):
+        stepper.zero_grad()
+        mean = loss(model, batch)
+        (mean.total / mean.count).backward()
+        whole = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.testing.assert_close(norm, whole, rtol=1e-9, atol=0.0)
+        assert norm > 0.1
+        stepper.step()
+    # k and v of two heads: rows of parameters and momentum that two ranks hold
+    assert count_copies(state, "qkv_proj") == 2 * (2 * 2 * 4 * 16)
+
+
+def count_copies(state: Any, name: str) -> int:
+    """Elements of some parameters that a second rank holds; all copies are the same in bits."""
+    count = 0
+    for records in zip(*(records_of(one) for one in state.ranks), strict=True):
+        known: dict[tuple[int, ...], Tensor] = {}
+        for rank, record in enumerate(records):
+            for box, values in record.pieces(rank):
+                assert torch.equal(known.setdefault(box.offsets, values), values), record.name
+                if known[box.offsets] is not values and name in record.name:
+                    count += values.numel()
+    return count
+
+
+def test_which_rows_are_copies() -> None:
+    """Along `tp1` only, in both orders of q, k and v; none where kv heads suffice."""
+    plan = sw.plan(phi3(2), sw.Mesh(fsdp=2, tp=4), sw.tensor_parallel("tp"))
+    path = "model.layers.0.self_attn.qkv_proj.weight"
+    assert repr(plan.mesh) == "Mesh(fsdp=2, tp0=2, tp1=2)"
+    spec = plan.compute[path].with_(dtype="float32")
+    assert str(spec) == "((heads/(tp0 tp1) + kv/tp0 + kv/tp0) hd) embed"
+    assert copies_of(plan.tensor.frames[path], plan.mesh) == (("tp1",),)
+    whole = sw.plan(phi3(4), sw.Mesh(tp=4), sw.tensor_parallel("tp"))
+    assert copies_of(whole.tensor.frames[path], whole.mesh) == ()
+    one = sw.plan(phi3(1), sw.Mesh(tp=4), sw.tensor_parallel("tp"))
+    assert copies_of(one.tensor.frames[path], one.mesh) == (("tp",),)
+
+
+def test_a_fused_weight_is_not_cut_in_one_part_only() -> None:
+    """Its q over the ranks and its k and v whole: nothing says which rows belong together."""
+    with pytest.raises(PlanError) as caught:
+        sw.plan(phi3(2), sw.Mesh(tp=2), sw.tensor_parallel("tp", names=["heads", "mlp"]))
+    text = str(caught.value)
+    assert "cuts only some of the parts side by side in 1 of" in text
+    assert "model.layers.0.self_attn.qkv_proj.weight" in text
+    assert "cut: heads; whole: kv." in text
+    assert "names= that cut kv as well" in caught.value.fix
+    assert caught.value.numbers["whole"] == "kv"
