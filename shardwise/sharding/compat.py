@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.sharding.mesh import Mesh
 
 try:
+    from torch._C._autograd import _top_saved_tensors_default_hooks
     from torch._subclasses import FakeTensor, FakeTensorMode
     from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -117,7 +118,7 @@ def saved_tensor_hooks() -> Any:
     ...     saved_tensor_hooks() is None
     False
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = _top_saved_tensors_default_hooks(True)
     return hooks[0] if hooks else None
 
 

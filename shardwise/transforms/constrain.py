@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from shardwise.sharding.functional import bound
 from shardwise.sharding.spec import Spec
 from shardwise.transforms.declared import check_dims
 from shardwise.transforms.tensor_context import current_tensor_context
@@ -41,6 +42,7 @@ def constrain(x: Tensor, spec: str | Spec) -> Tensor:
     >>> constrain(x, "batch seq heads/tp hd") is x
     True
     """
+    x = bound(x)
     parsed = Spec.parse(spec) if isinstance(spec, str) else spec
     check_dims("sw.constrain(x, spec)", "sw.constrain", parsed, x)
     context = current_tensor_context()

@@ -43,6 +43,7 @@ class StepCrosser:
         self._phase = phase
         self._meet = meet
         self._sequences: dict[str, int] = {}
+        self._runs: dict[str, CrossingRun] = {}
 
     def cross(self, boundary: Boundary, place: str, tensor: Tensor) -> Tensor:
         """Bring an activation to the types that it needs on the other side of a boundary."""
@@ -69,24 +70,26 @@ class StepCrosser:
         if crossing.kind in ("slice", "scatter", "take") and not crossing.stack:
             check_even(name, crossing, tensor, self._mover.mesh[crossing.axis])
         rows = self._sequences.get(crossing.stack, 0) if crossing.stack else 0
-        run = CrossingRun(crossing, name, tensor, self._mover, rows=rows)
+        run = self._runs.get(name)
+        if run is None or not run.serves(crossing, tensor, rows):
+            run = self._runs[name] = CrossingRun(crossing, name, tensor, self._mover, rows=rows)
         needs_grad = torch.is_grad_enabled() and tensor.requires_grad
-        if crossing.kind == "numbers":
-            self._meet(name, self._phase() == "backward")
-            return run.forward(tensor)
         if crossing.kind == "copy" and not needs_grad:
             return tensor
-
-        def forward(value: Tensor) -> Tensor:
+        if run.items.forward is not None:
             self._meet(name, self._phase() == "backward")
-            return run.forward(value)
-
-        def backward(grad: Tensor) -> Tensor:
-            if self._phase() != "backward":
-                raise faults.inner_backward(name)
-            self._meet(name, False)
-            return run.backward(grad)
-
-        result = Cross.apply(tensor, forward, backward) if needs_grad else forward(tensor)
+        if crossing.kind == "numbers":
+            return run.forward(tensor)
+        if needs_grad and crossing.kind != "reduce":
+            result = Cross.apply(tensor, run.forward, lambda grad: self._back(name, run, grad))
+        else:  # a sum is a copy for autograd
+            result = run.forward(tensor)
         self.recent.add(crossing, tensor, result)
         return result
+
+    def _back(self, name: str, run: CrossingRun, grad: Tensor) -> Tensor:
+        if self._phase() != "backward":
+            raise faults.inner_backward(name)
+        if run.items.backward is not None:
+            self._meet(name, False)
+        return run.backward(grad)

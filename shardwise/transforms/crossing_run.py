@@ -40,6 +40,7 @@ class CrossingRun:
         rows: int = 0,
     ) -> None:
         self._crossing = crossing
+        self._given = tensor.shape, tensor.dtype, rows
         self._mover = mover
         self._ranks = mover.mesh[crossing.axis]
         self._rows = tensor.shape[crossing.dim] if tensor.ndim else 1
@@ -53,6 +54,11 @@ class CrossingRun:
             ranks=self._ranks,
             place=place,
         )
+
+    def serves(self, crossing: Crossing, tensor: Tensor, rows: int) -> bool:
+        """Whether it moves what another tensor needs too."""
+        same = self._crossing is crossing
+        return same and self._given == (tensor.shape, tensor.dtype, rows)
 
     @property
     def _place(self) -> int:

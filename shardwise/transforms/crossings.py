@@ -141,9 +141,9 @@ class Cross(torch.autograd.Function):
 
 
 def all_reduced(mover: Mover, tensor: Tensor, item: Collective) -> Tensor:
-    """The sum over the ranks of an axis, in new memory."""
-    whole = tensor.contiguous().clone()
-    finish(mover.all_reduce(whole.view(-1), item))
+    """The sum over the ranks of an axis, in new memory; autograd sees a copy."""
+    whole = tensor.clone(memory_format=torch.contiguous_format)
+    finish(mover.all_reduce(whole.detach().view(-1), item))
     return whole
 
 

@@ -283,7 +283,7 @@ def _from_cut(want: Declared, axis: str, kind: Sharded, *, inside: bool) -> tupl
     return (Crossing(name, axis, kind.dim, rows=rows, stack=kind.stack),)
 
 
-def _mismatch(reason: str, axis: str, **numbers: object) -> TypeMismatch:
+def _mismatch(reason: str, axis: str, **numbers: Any) -> TypeMismatch:
     return TypeMismatch(reason, axis=axis, **numbers)
 
 

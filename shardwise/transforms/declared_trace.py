@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwise.sharding.errors import PlanError, summarise
@@ -24,6 +23,7 @@ from shardwise.transforms.activation_types import (
 from shardwise.transforms.crossing_trace import CrossingTrace
 from shardwise.transforms.crossings import Crossing
 from shardwise.transforms.declared import (
+    Declared,
     LocalRegion,
     check_axes,
     check_dims,
@@ -79,9 +79,7 @@ class DeclaredTrace:
         name = self._name("constrain")
         check_axes("sw.constrain", name, [spec], self._types.axes, self._mesh)
         check_dims("sw.constrain(x, spec)", name, spec, tensor)
-        for axis in marked(spec, self._types.axes):
-            tensor = self._bring("sw.constrain", name, "in0", tensor, axis, spec, inside=False)
-        return tensor
+        return self._bring(name, "in0", tensor, spec, cut=None)
 
     def local(self, region: LocalRegion, args: tuple[Any, ...]) -> Any:
         """See `sw.local`.
@@ -97,10 +95,8 @@ class DeclaredTrace:
         for at, tensor in tensors.items():
             spec = region.in_specs[at]
             assert spec is not None
-            for axis in marked(spec, self._types.axes):
-                inside = axis in cut
-                tensor = self._bring("sw.local", name, f"in{at}", tensor, axis, spec, inside=inside)
-            given[at] = tensors[at] = tensor
+            given[at] = self._bring(name, f"in{at}", tensor, spec, cut=cut)
+        tensors = region.tensors(tuple(given), name)
         self._note_even(name, tensors)
         results = self._run(region, name, given)
         for one, spec in zip(results, region.out_specs, strict=True):
@@ -122,36 +118,42 @@ class DeclaredTrace:
         return call_name(self._places, what)
 
     def _bring(
-        self,
-        call: str,
-        name: str,
-        place: str,
-        tensor: Tensor,
-        axis: str,
-        spec: Spec,
-        *,
-        inside: bool,
+        self, name: str, place: str, tensor: Tensor, spec: Spec, *, cut: Sequence[str] | None
     ) -> Tensor:
-        """One activation along one axis, by at most two crossings."""
-        want, chosen = declared(spec, axis), tuple[Crossing, ...]()
-        kind: Type | None = None
-        try:
-            kind = self._types.of(tensor, axis)
-            used = inside and want.dim is None and isinstance(kind, Free)
-            if used and any(tensor is one for one in self._parameters.values()):
-                # Its gradient is summed with those of all whole parameters, after backward.
-                self._types.use(tensor, axis, "replicated")
-            else:
-                ranks = self._mesh[axis]
-                chosen = crossings_to(want, axis, tensor, kind, ranks=ranks, inside=inside)
-        except TypeMismatch as mismatch:
-            mismatch.op, mismatch.axis = call, axis
-            mismatch.operands = () if kind is None else (("x", kind, tuple(tensor.shape)),)
-            raise mismatch.error(self._places.path) from mismatch
-        boundary = Boundary(name, "call", (axis,))
-        for step, crossing in itertools.zip_longest(steps(place), chosen):
-            tensor = self._crossings.make(boundary, step, tensor, axis, crossing)
+        """One activation along all axes, by at most two crossings each.
+
+        Args:
+            name: of the call.
+            place: of the activation in it.
+            tensor: the activation.
+            spec: where it is to be.
+            cut: axes along which a local function has blocks; None: this is no local function.
+        """
+        call = "sw.constrain" if cut is None else "sw.local"
+        for axis in marked(spec, self._types.axes):
+            inside = cut is not None and axis in cut
+            kind: Type | None = None
+            try:
+                kind = self._types.of(tensor, axis)
+                chosen = self._choose(declared(spec, axis), tensor, axis, kind, inside=inside)
+            except TypeMismatch as mismatch:
+                mismatch.op, mismatch.axis = call, axis
+                mismatch.operands = () if kind is None else (("x", kind, tuple(tensor.shape)),)
+                raise mismatch.error(self._places.path) from mismatch
+            boundary = Boundary(name, "call", (axis,))
+            for step, crossing in itertools.zip_longest(steps(place), chosen):
+                tensor = self._crossings.make(boundary, step, tensor, axis, crossing)
         return tensor
+
+    def _choose(
+        self, want: Declared, tensor: Tensor, axis: str, kind: Type, *, inside: bool
+    ) -> tuple[Crossing, ...]:
+        used = inside and want.dim is None and not want.partial and isinstance(kind, Free)
+        if used and any(tensor is one for one in self._parameters.values()):
+            # Its gradient is summed with those of all whole parameters, after backward.
+            self._types.use(tensor, axis, "replicated")
+            return ()
+        return crossings_to(want, axis, tensor, kind, ranks=self._mesh[axis], inside=inside)
 
     def _note_even(self, name: str, tensors: Mapping[int, Tensor]) -> None:
         """Blocks with padding are refused, and those that may have some in another batch noted."""

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from shardwise.sharding.bits import block_elements, squares
 from shardwise.sharding.errors import RandomError
+from shardwise.sharding.functional import bound
 from shardwise.transforms.draws import Draw, current_draws
 
 # The golden ratio of 2^64: rows begin far from each other among the counters, so that an element's
@@ -57,6 +58,7 @@ def dropout(
     tensor([1., 1., 1.])
     """
     _check(p)
+    x = bound(x)
     if not training or p == 0:
         return x
     draws = current_draws()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardwise.sharding.errors import PlanError
+from shardwise.sharding.functional import bound
 from shardwise.sharding.spec import Spec
 from shardwise.transforms.declared import LocalRegion
 from shardwise.transforms.tensor_context import current_tensor_context
@@ -76,6 +77,7 @@ def local(
 
     @functools.wraps(fn, updated=())
     def run(*args: Any) -> Any:
+        args = tuple(bound(one) for one in args)
         context = current_tensor_context()
         if context is not None:
             return context.local(region, args)

@@ -253,6 +253,7 @@ def _schedule(
         if event.kind == "enter" and (first or not stay)
         else Action(event, "none", ())
         for event in events
+        if event.kind != CROSS or _crossing(event, backward=False)
     )
     # Backward goes through events in reverse, so a unit's last reduction is that of its first call.
     firsts: dict[str, int] = {}
@@ -268,8 +269,9 @@ def _schedule(
                 recomputed.add(region)
                 backward += _recomputation(plan, buckets, events, region)
         if event.kind == CROSS:
-            if event.grad:
-                backward.append(Action(event, "cross", _crossing(event, backward=True)))
+            moved = _crossing(event, backward=True)
+            if event.grad and moved:
+                backward.append(Action(event, "cross", moved))
         elif event.is_enter:
             ends = last and firsts.get(event.unit) == index
             reduces = reductions(members, plan.mesh, event.unit, ends=ends) if event.grad else ()
@@ -291,8 +293,8 @@ def _recomputation(
         if region not in event.regions or event.unit in staying:
             continue
         if event.kind == CROSS:
-            again = replace(event, kind=RECROSS)
-            actions.append(Action(again, "cross", _crossing(event, backward=False)))
+            again, moved = replace(event, kind=RECROSS), _crossing(event, backward=False)
+            actions += [Action(again, "cross", moved)] if moved else []
         elif event.is_enter:
             items = gathers(buckets[event.unit], event.unit, "recompute")
             actions.append(Action(Event("recompute", event.unit), "gather", items))

@@ -15,7 +15,7 @@ from shardwise.sharding.collectives import Collective
 from shardwise.sharding.errors import SimulationError, strict_keywords
 from shardwise.sharding.gradients import Grads
 from shardwise.sharding.lifted import Lifted
-from shardwise.sharding.plan import call_site
+from shardwise.sharding.scope import call_site
 from shardwise.sharding.simulation import World
 from shardwise.sharding.state import State
 from shardwise.transforms.background import Writing

@@ -25,8 +25,8 @@ from shardwise.transforms.buffer_sync import (
     find_buffers,
     read_buffers,
 )
-from shardwise.transforms.carry import FromState
 from shardwise.transforms.call_facts import prepare_calls
+from shardwise.transforms.carry import FromState
 from shardwise.transforms.casts import cast_buffers
 from shardwise.transforms.finite import (
     agree_on_fault,

@@ -200,7 +200,10 @@ def install_boundary(module: nn.Module, boundary: Boundary, guide: Callable[[], 
 
     @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _crossed((args, kwargs), "in", boundary, guide())
+        if len(args) == 1 and not kwargs:  # nearly always: no containers to walk
+            args = (_crossed(args[0], "in", boundary, guide()),)
+        else:
+            args, kwargs = _crossed((args, kwargs), "in", boundary, guide())
         if adds_bias:
             return _crossed_linear(module, args[0], boundary, guide())
         return _crossed(inner(*args, **kwargs), "out", boundary, guide())
@@ -209,6 +212,10 @@ def install_boundary(module: nn.Module, boundary: Boundary, guide: Callable[[], 
 
 
 def _crossed(tree: Any, way: str, boundary: Boundary, guide: Crosser) -> Any:
+    if isinstance(tree, Tensor):
+        if not tree.is_floating_point():
+            return tree
+        return aside(guide.cross, boundary, f"{way}0", tree)
     number = -1
 
     def convert(tensor: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 from shardwise.sharding.edits import SequenceEdit, TensorEdit
 from shardwise.sharding.errors import PlanError, strict_keywords
-from shardwise.sharding.plan import Plan, Transform, call_site, named
+from shardwise.sharding.plan import Plan, Transform, named
+from shardwise.sharding.scope import call_site
 from shardwise.sharding.tree import Where
 
 

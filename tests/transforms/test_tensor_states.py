@@ -6,13 +6,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from shardwise.sharding.state import adopt
 from tests.transforms.carried import assert_bits, square, whole
 from tests.transforms.named_trees import ALONE, Drawn, assert_padding_is_zero, kinds, plans, tree
 
@@ -116,3 +119,77 @@ def test_initial_values_are_those_of_one_rank(names: tuple[str, ...], drawn: Dra
         assert alone.keys() == cut.keys()
         for name, value in alone.items():
             assert torch.equal(cut[name], value), name
+
+
+def has_placements(path: str, drawn: Drawn, plan: sw.Plan) -> bool:
+    """Whether DTensor can say what tensor axes leave of a parameter."""
+    kind = path.split(".")[-2]
+    if "tp" not in drawn.mesh or drawn.mesh["tp"] == 1 or kind in ("norm", "gain", "row_bias"):
+        return True
+    if kind == "vocabulary":  # uneven: over one axis, on a dimension that no other cuts
+        return "tp" in plan.mesh.names and drawn.on != 0
+    return not ("fused" in kind or kind in ("transposed", "gated"))
+
+
+@settings(max_examples=10)
+@given(kinds, plans(half=False))
+def test_leaves_are_dtensors_wherever_torch_has_placements(
+    names: tuple[str, ...], drawn: Drawn
+) -> None:
+    """Each leaf alone is whole again then; a state built leaf by leaf is taken in, padding not."""
+    module = tree(names)
+    with sw.simulate(drawn.mesh):
+        program = lowered(module, drawn).bind()
+        state = program.init(sw.from_module(module))
+        for path, value in module.named_parameters():
+            leaf = state.params[path]
+            plain = [not isinstance(one, DTensor) for one in leaf.ranks]
+            assert len(set(plain)) == 1
+            if has_placements(path, drawn, program.lowered.plan):
+                assert not plain[0], path
+                assert torch.equal(sw.to_global(leaf), value), path
+            elif drawn.on != 0 or "vocabulary" not in path:
+                assert plain[0], path
+        more = state.map(
+            lambda one: optree.tree_map(
+                lambda leaf: leaf + 1 if leaf.is_floating_point() else leaf,
+                one,
+                namespace="shardwise",
+            )
+        )
+        before = sw.to_global(state.params)
+        adopted = more.map(adopt)
+    assert_padding_is_zero(adopted)
+    for part in ("mu", "nu"):
+        for path, value in sw.to_global(getattr(adopted.opt, part)).items():
+            assert torch.equal(value, torch.ones_like(value)), path
+    for path, value in sw.to_global(adopted.params).items():
+        assert torch.equal(value, before[path] + 1), path
+
+
+@settings(max_examples=4)
+@given(kinds, plans(half=False), plans(half=False))
+def test_averages_of_the_user_come_back_on_any_plan(
+    names: tuple[str, ...], one: Drawn, other: Drawn
+) -> None:
+    """What lies in `extra` under the path of a parameter, as its leaf does, is a whole tensor."""
+    module = tree(names)
+
+    def averages(state: Any, part: str) -> dict[str, Any]:
+        return {path: leaf.clone() for path, leaf in getattr(state, part).items()}
+
+    with tempfile.TemporaryDirectory() as place:
+        with sw.simulate(one.mesh):
+            program = lowered(module, one).bind()
+            state = program.init(sw.from_module(module))
+            state = state.map(lambda s: s.with_extra({"ema": averages(s, "params")}))
+            program.save(Path(place) / "saved", state)
+        with sw.simulate(other.mesh):
+            program = lowered(module, other).bind()
+            state = program.restore(Path(place) / "saved")
+            for rank in state.ranks:
+                for path, leaf in rank.params.items():
+                    mine = rank.extra["ema"][path]
+                    assert type(mine) is type(leaf)
+                    local = [x.to_local() if isinstance(x, DTensor) else x for x in (mine, leaf)]
+                    assert torch.equal(*local), path
