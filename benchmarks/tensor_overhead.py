@@ -1,8 +1,8 @@
 """Host time of a step whose layers a tensor axis cuts, beside the same layers alone and DTensor.
 
 `plain` is a module that is as small as what one rank has: it computes what each rank computes and
-moves nothing. Beside it the whole module under `parallelize_module` (column- and row-parallel
-DTensors) and under `tensor_parallel`. Tiny dimensions on a fake group: collectives return at once,
+moves nothing. Beside it that module with all-reduces written into it by hand, and the whole module
+under `parallelize_module` (column- and row-parallel DTensors) and under `tensor_parallel`. Tiny dimensions on a fake group: collectives return at once,
 so what is measured is the Python and dispatch work that a system adds. Variants run round-robin in
 one process, one thread; process time, medians of paired per-round ratios with quartiles, of a
 forward and backward pass and of a whole step with SGD. Written to `benchmarks/TENSOR.md`.
@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -30,50 +32,121 @@ from benchmarks.host_overhead import Pass, mean_square, measure, ratios
 from benchmarks.page import FOLDER, machine, put, table
 
 WORLD = 8
-BLOCKS = 12
+LAYERS = 12
 WIDTH = 32
+HEADS = 8
 PAGE = FOLDER / "TENSOR.md"
 ABOUT = "# The host time of tensor parallelism\n\nWritten by `make bench`."
 TARGET = 1.7
 """What a step may cost beside the plain one."""
 
 RATE = 0.01
-PLAIN, PEER, OURS = "plain, the size of one rank", "DTensor, column and row", "shardwise"
+PLAIN, HAND = "plain, the size of one rank", "the same with hand-written all-reduces"
+PEER, OURS = "DTensor, column and row", "shardwise"
 
 
-class Block(nn.Module):
-    """A residual MLP whose hidden units may be a part of all."""
+class Layer(nn.Module):
+    """A transformer layer with all heads and hidden units, or with those of one of `parts` ranks.
 
-    def __init__(self, hidden: int) -> None:
+    Rows of one sequence each.
+    """
+
+    def __init__(self, parts: int = 1) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH)
+        self.heads = HEADS // parts
+        inner, hidden = WIDTH // parts, 4 * WIDTH // parts
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.key = nn.Linear(WIDTH, inner), nn.Linear(WIDTH, inner)
+        self.value, self.out = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the MLP finds."""
-        return x + self.down(torch.relu(self.up(x)))
+        """Attention, then an MLP."""
+        normed = self.norm1(x)
+        split = (*x.shape[:2], self.heads, WIDTH // HEADS)
+        query, key, value = (
+            layer(normed).view(split).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 class Model(nn.Module):
-    """Blocks in a list."""
+    """Layers in a list."""
 
-    def __init__(self, hidden: int = 4 * WIDTH) -> None:
+    def __init__(self, parts: int = 1) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(hidden) for _ in range(BLOCKS))
+        self.layers = nn.ModuleList(Layer(parts) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run all blocks."""
-        for block in self.blocks:
-            x = block(x)
+        """Run all layers."""
+        for layer in self.layers:
+            x = layer(x)
         return x
 
 
+COLUMNS, ROWS = ("query", "key", "value", "up"), ("out", "down")
 AXES = {
+    **{f"{name}.weight": "(heads hd) embed" for name in ("query", "key", "value")},
+    **{f"{name}.bias": "(heads hd)" for name in ("query", "key", "value")},
+    "out.weight": "embed (heads hd)",
     "up.weight": "mlp embed",
     "up.bias": "mlp",
     "down.weight": "embed mlp",
-    "down.bias": "embed",
+    "layers.*.heads": "heads",
 }
+
+
+class Copy(torch.autograd.Function):
+    """By hand: an all-reduce in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """An alias."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Sum."""
+        whole = grads[0].clone()
+        dist.all_reduce(whole)
+        return whole
+
+
+class Reduce(torch.autograd.Function):
+    """By hand: an all-reduce in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Sum."""
+        whole = x.clone()
+        dist.all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Unchanged."""
+        return grads[0]
+
+
+class HandLayer(Layer):
+    """A rank's layer with its crossings written into it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention, then an MLP."""
+        normed = Copy.apply(self.norm1(x))
+        split = (*x.shape[:2], self.heads, WIDTH // HEADS)
+        query, key, value = (
+            layer(normed).view(split).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = mixed.transpose(1, 2).flatten(2)
+        x = x + Reduce.apply(functional.linear(mixed, self.out.weight)) + self.out.bias
+        hidden = functional.gelu(self.up(Copy.apply(self.norm2(x))))
+        return x + Reduce.apply(functional.linear(hidden, self.down.weight)) + self.down.bias
 
 
 def by_torch(model: nn.Module, batch: Tensor, *, steps: bool) -> Pass:
@@ -89,17 +162,27 @@ def by_torch(model: nn.Module, batch: Tensor, *, steps: bool) -> Pass:
     return run
 
 
+def by_hand(batch: Tensor, *, steps: bool) -> Pass:
+    """One rank's part with hand-written crossings."""
+    model = Model(WORLD)
+    model.layers = nn.ModuleList(HandLayer(WORLD) for _ in model.layers)
+    return by_torch(model, batch, steps=steps)
+
+
 def by_dtensor(batch: Tensor, *, steps: bool) -> Pass:
-    """The same with the layers of every block as DTensors."""
+    """The whole model with its linear layers as DTensors."""
     mesh = init_device_mesh("cpu", (WORLD,))
     model = Model()
-    for block in model.blocks:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    styles = {name: ColwiseParallel() for name in COLUMNS}
+    styles |= {name: RowwiseParallel() for name in ROWS}
+    for layer in model.layers:
+        layer.heads //= WORLD
+        parallelize_module(layer, mesh, styles)
     return by_torch(model, batch, steps=steps)
 
 
 def by_shardwise(batch: Tensor, *, steps: bool) -> Pass:
-    """The same by `tensor_parallel`."""
+    """The whole model under `tensor_parallel`."""
     plan = sw.plan(Model(), sw.Mesh(tp=WORLD), sw.tensor_parallel("tp"), axes=AXES)
     program = sw.lower(plan, mean_square, sw.optim.sgd(RATE), batch=batch).bind(device="cpu")
     states = [program.init(seed=0)]
@@ -113,7 +196,8 @@ def by_shardwise(batch: Tensor, *, steps: bool) -> Pass:
 def compare(batch: Tensor, rounds: int, *, steps: bool) -> tuple[str, float]:
     """A table of one comparison, and the median of our ratio to the plain module."""
     variants: dict[str, Pass] = {
-        PLAIN: by_torch(Model(4 * WIDTH // WORLD), batch, steps=steps),
+        PLAIN: by_torch(Model(WORLD), batch, steps=steps),
+        HAND: by_hand(batch, steps=steps),
         PEER: by_dtensor(batch, steps=steps),
         OURS: by_shardwise(batch, steps=steps),
     }
@@ -137,7 +221,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    batch = torch.randn(4, WIDTH)
+    batch = torch.randn(2, 4, WIDTH)
     written = {}
     for heading, steps in (("A forward and backward pass", False), ("A step with SGD", True)):
         grid, median = compare(batch, options.rounds, steps=steps)
@@ -145,8 +229,8 @@ def main() -> None:
         written[heading] = grid + told
         print(f"{heading}\n\n{grid}{told}\n")
     said = (
-        f"{BLOCKS} blocks of {WIDTH} channels over {WORLD} ranks of a fake group, 4 rows; process "
-        f"time, one thread, medians and quartiles of {options.rounds} rounds; {machine()}."
+        f"{LAYERS} transformer layers of {WIDTH} channels over {WORLD} ranks of a fake group, 2 rows of 4; "
+        f"process time, one thread, medians and quartiles of {options.rounds} rounds; {machine()}."
     )
     put(options.page, f"{ABOUT}\n\n{said}", written)
     dist.destroy_process_group()

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from shardwise.sharding.assembling import Assembly, make_assembly
 from shardwise.sharding.derived import Accumulation
 from shardwise.sharding.errors import PlanError
 from shardwise.sharding.layout import Layout, Regroup, frames_of, make_layout
@@ -57,7 +58,8 @@ class Group:
         start: where the slice begins.
         layout: of the slice.
         work: the dtype that the optimizer computes in: that of the layout, if it is not narrower.
-        gather: from the slices of all ranks to whole tensors; None where this rank has them.
+        gather: from the slices of all data ranks to whole blocks; None where this rank has them.
+        assembly: from blocks to whole tensors, where tensor axes cut them.
     """
 
     key: str
@@ -67,11 +69,17 @@ class Group:
     layout: Layout
     work: torch.dtype
     gather: Regroup | None
+    assembly: Assembly | None = None
+
+    @property
+    def blocks(self) -> Layout:
+        """The layout that data axes do not cut."""
+        return self.gather.coarse if self.gather else self.layout
 
     @property
     def whole(self) -> Layout:
         """The layout of the whole tensors."""
-        return self.gather.coarse if self.gather else self.layout
+        return self.assembly.whole if self.assembly else self.blocks
 
     def working(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which the optimizer sees what rests in `dtype`."""
@@ -307,11 +315,13 @@ def _groups(
     for (part, entries), start, stop in zip(runs, starts, [*starts[1:], opt.length], strict=True):
         moved = tuple(replace(entry, offset=entry.offset - start) for entry in entries)
         layout = Layout(opt.axes, moved, stop - start, opt.dtype)
-        gather = None
-        if part.couples != "element" and opt.axes:
-            tensors = [(e.path, e.shape, e.dim) for e in moved]
-            whole = make_layout(tensors, (), mesh, opt.dtype, frames_of(moved))
-            gather = Regroup(whole, layout, mesh)
         key = f"{bucket.name}:{part.label}" if part.label else bucket.name
-        groups.append(Group(key, bucket.unit, part.couples, start, layout, bucket.work, gather))
+        group = Group(key, bucket.unit, part.couples, start, layout, bucket.work, None)
+        if part.couples != "element":
+            if opt.axes:
+                tensors = [(e.path, e.shape, e.dim) for e in moved]
+                blocks = make_layout(tensors, (), mesh, opt.dtype, frames_of(moved))
+                group = replace(group, gather=Regroup(blocks, layout, mesh))
+            group = replace(group, assembly=make_assembly(group.blocks, mesh))
+        groups.append(group)
     return tuple(groups)

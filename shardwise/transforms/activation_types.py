@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -195,6 +195,7 @@ class Types:
         self.used: dict[str, dict[str, set[str]]] = {axis: {} for axis in self.axes}
         self.random: list[tuple[str, dict[str, Type], str | None]] = []
         self._table: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._read: dict[tuple[Any, int, str], Type] = {}
         # Held, so that a storage's address is not given to another one.
         self._rewritten: dict[int, torch.UntypedStorage] = {}
 
@@ -210,7 +211,11 @@ class Types:
         if not tensor.requires_grad:
             return kind if isinstance(kind, Sharded | Partial | Constant) else Free(())
         if kind is None or kind == Free(()) or kind == Constant():
+            kind = self._made_by_function(tensor, axis)
+        if kind is None:
             raise self._untyped(tensor, axis, "it needs a gradient")
+        if tensor.grad_fn is not None:
+            self._read[tensor.grad_fn, tensor.output_nr, axis] = kind
         return kind
 
     def raw(self, tensor: Tensor, axis: str) -> Type:
@@ -264,6 +269,33 @@ class Types:
     def rewrite(self, tensor: Tensor) -> None:
         """Note a write: what is not known of this storage is not to be taken for free."""
         self._rewritten[storage_key(tensor)] = tensor.untyped_storage()
+
+    def _made_by_function(self, tensor: Tensor, axis: str) -> Type | None:
+        """The type of what a function of the user's made, whose backward is its own.
+
+        Inside, nothing needs a gradient, so that roles get lost. Of what is equal on all ranks and
+        used alike it makes the same; anything else has to be declared.
+        """
+        if not isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction):
+            return None
+        kinds: list[Type | None] = []
+        for node, number in tensor.grad_fn.next_functions:
+            leaf: Any = getattr(node, "variable", None)
+            if isinstance(leaf, Tensor):
+                kinds.append(self._known(leaf).get(axis))
+            elif node is not None:
+                kinds.append(self._read.get((node, number, axis)))
+        roles = {kind for kind in kinds if not isinstance(kind, Free)}
+        frees = [kind for kind in kinds if isinstance(kind, Free)]
+        uses = tuple(path for free in frees for path in free.uses)
+        if not roles:
+            return Free(uses) if uses else None
+        if len(roles) > 1 or not roles <= {Invariant(), Replicated()}:
+            return None
+        role = "invariant" if roles == {Invariant()} else "replicated"
+        for path in uses:
+            self.used[axis].setdefault(path, set()).add(role)
+        return roles.pop()
 
     def _known(self, tensor: Tensor) -> dict[str, Type]:
         found: dict[str, Type] | None = self._table.get(tensor)

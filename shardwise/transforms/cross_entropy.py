@@ -65,11 +65,13 @@ def cross_entropy(
     loss = class_loss(shard, logits.shape[-1], ignore_index, label_smoothing, z_loss)
     flat = target.reshape(-1).long()
     check_targets(call, flat, loss)
-    args = (logits.reshape(-1, logits.shape[-1]), flat, loss, gather_of(shard, "cross_entropy"))
-    if context is None or shard is None:
-        losses = _CrossEntropy.apply(*args)
+    rows, gather = logits.reshape(-1, logits.shape[-1]), gather_of(shard, "cross_entropy")
+    if context is None:
+        losses = _CrossEntropy.apply(rows, flat, loss, gather)
+    elif shard is None:
+        losses = context.by_row(_CrossEntropy.apply, rows, (), flat, loss, gather)
     else:
-        losses = context.invariant(_CrossEntropy.apply, *args)
+        losses = context.invariant(_CrossEntropy.apply, rows, flat, loss, gather)
     return reduced(losses, target, ignore_index, reduction)
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from shardwise.optim.base import GradientTransform, parts_of
-from shardwise.sharding.buckets import Part, make_buckets
+from shardwise.sharding.buckets import make_buckets
 from shardwise.sharding.collectives import payload_bytes
-from shardwise.sharding.errors import LowerError, PlanError, strict_keywords, summarise
+from shardwise.sharding.errors import LowerError, strict_keywords
 from shardwise.sharding.functional import make_template
 from shardwise.sharding.plan import Plan
 from shardwise.transforms.binding import Stage
@@ -165,7 +165,6 @@ def lower(
     warn_of_lost_updates(plan, stacklevel=4)
     shapes = {info.path: info.shape for info in plan.infos if info.trainable}
     parts = parts_of(optimizer, shapes)
-    _refuse_coupled(plan, parts)
     buckets = make_buckets(plan, parts)
     events = registration_order(plan, buckets)
     about: dict[str, Any] = {"count_fn": count_fn, "grad_norm": grad_norm}
@@ -207,26 +206,6 @@ class _Nobody:
     def look_up(self, boundary: Boundary, module: nn.Embedding, run: Any, tokens: Any) -> Any:
         """There is nobody to ask."""
         raise LowerError(f"Module {boundary.path!r} is called while nothing runs.")
-
-
-def _refuse_coupled(plan: Plan, parts: Mapping[str, Part]) -> None:
-    """Refuse an optimizer that must see tensors whole of which tensor axes leave blocks."""
-    coupled = [
-        path
-        for path, part in parts.items()
-        if part.couples != "element" and path in plan.tensor.frames
-    ]
-    if coupled:
-        raise PlanError(
-            f"The optimizer must see {len(coupled)} parameters whole that tensor axes cut.",
-            where=coupled[0],
-            facts=summarise(coupled),
-            why="Its step of a tensor depends on all of it, and a rank has a block.",
-            fix="an optimizer that works by element (adamw, lion, sgd), for these parameters by "
-            "sw.optim.partition; or leave them whole with where=",
-            path=coupled[0],
-            count=len(coupled),
-        )
 
 
 def _check_optimizer(optimizer: Any) -> None:

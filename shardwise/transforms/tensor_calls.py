@@ -7,7 +7,7 @@ how it is cut, and refuses a model in which one length means both; so a step can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,15 @@ from torch import Tensor
 from shardwise.sharding.errors import PlanError
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.spec import Spec
-from shardwise.transforms.activation_types import Invariant, Sharded, Types
+from shardwise.transforms.activation_types import (
+    Free,
+    Invariant,
+    Partial,
+    Sharded,
+    Type,
+    TypeMismatch,
+    Types,
+)
 from shardwise.transforms.call_facts import CallFacts
 from shardwise.transforms.crossings import Crossing, crossed
 from shardwise.transforms.declared import LocalRegion
@@ -175,12 +183,52 @@ class TracedCalls:
         """See `TensorContext.enter`."""
         return self._enter(name, tensor, axis)
 
+    def by_row(
+        self, run: Callable[..., Tensor], rows: Tensor, weights: Sequence[Tensor], *args: Any
+    ) -> Tensor:
+        """Untyped, with the type of the rows.
+
+        Raises:
+            PlanError: the rows or the weights are cut otherwise.
+        """
+        kinds = {
+            axis: _type_of_rows(self._types, axis, rows, weights) for axis in self._types.axes
+        }
+        with self._untyped():
+            result = run(rows, *weights, *args)
+        self._types.set(result, kinds)
+        return result
+
     def invariant(self, run: Callable[..., Tensor], *args: Any) -> Tensor:
         """Untyped, with an invariant result."""
         with self._untyped():
             result = run(*args)
         self._types.set(result, {axis: Invariant() for axis in self._types.axes})
         return result
+
+
+def _type_of_rows(types: Types, axis: str, rows: Tensor, weights: Sequence[Tensor]) -> Type:
+    """What is made of each row: alike on all ranks, or cut as the rows are."""
+    kind = types.of(rows, axis)
+    known = [types.of(weight, axis) for weight in weights]
+    shapes = [tuple(one.shape) for one in (rows, *weights)]
+    is_cut = isinstance(kind, Sharded) and kind.dim == rows.ndim - 1
+    if is_cut or isinstance(kind, Partial) or any(isinstance(one, _CUT) for one in known):
+        raise TypeMismatch(
+            "a loss needs each row and its weights whole, or the vocabulary cut in one piece",
+            op="cross entropy",
+            axis=axis,
+            operands=list(zip(("rows", "weight", "bias"), (kind, *known), shapes, strict=False)),
+        ).error("")
+    if isinstance(kind, Free):
+        uses = [path for one in known if isinstance(one, Free) for path in one.uses]
+        return Free((*kind.uses, *uses))
+    for weight in weights:
+        types.use(weight, axis, "invariant" if isinstance(kind, Invariant) else "replicated")
+    return kind
+
+
+_CUT = (Sharded, Partial)
 
 
 class RunCalls:
@@ -260,6 +308,12 @@ class RunCalls:
     def enter(self, tensor: Tensor, axis: str, name: str) -> Tensor:
         """See `TensorContext.enter`."""
         return self._enter(name, tensor, axis)
+
+    def by_row(
+        self, run: Callable[..., Tensor], rows: Tensor, weights: Sequence[Tensor], *args: Any
+    ) -> Tensor:
+        """Just so."""
+        return run(rows, *weights, *args)
 
     def invariant(self, run: Callable[..., Tensor], *args: Any) -> Tensor:
         """Just so."""

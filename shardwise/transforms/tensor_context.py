@@ -10,7 +10,7 @@ of a pass there is no context, nothing is cut, and the functions are plain torch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -103,6 +103,15 @@ class TensorContext(Protocol):
         """The whole tensor, of whose gradient each rank makes a part: backward sums the parts.
 
         It is the tensor itself where that is so already.
+        """
+        ...
+
+    def by_row(
+        self, run: Callable[..., Tensor], /, rows: Tensor, weights: Sequence[Tensor], *args: Any
+    ) -> Tensor:
+        """Run `run(rows, *weights, *args)`, which makes one number of each whole row.
+
+        On every rank these are its own numbers, of the rows that it has.
         """
         ...
 

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from shardwise.sharding.errors import PlanError
 from shardwise.sharding.plan import Plan
+from shardwise.sharding.tensor_cuts import TensorAxis
 from shardwise.transforms.outputs import convert_tensors
 from shardwise.transforms.replaying import aside
 
@@ -91,6 +92,10 @@ def find_boundaries(plan: Plan, module: nn.Module) -> tuple[Boundary, ...]:
         for name in plan.info(path).names:
             axes = owners.setdefault(name.rpartition(".")[0], set())
             axes |= {by_part[part] for part in frame.axes}
+    for axis in tensor.axes.values():
+        for path in shared_by_all(plan, axis):
+            for name in plan.info(path).names:
+                owners.setdefault(_above(name), set()).add(axis.name)
     stacks = _stacks(plan, module, owners)
     units = {unit.name for unit in plan.units if unit.kind != "child"}
     found: dict[tuple[str, str], Boundary] = {}
@@ -109,6 +114,38 @@ def find_boundaries(plan: Plan, module: nn.Module) -> tuple[Boundary, ...]:
         found[last, "end"] = Boundary(last, "end", axes, stack)
     order = {path: number for number, (path, _) in enumerate(module.named_modules())}
     return tuple(sorted(found.values(), key=lambda one: order[one.path]))
+
+
+def shared_by_all(plan: Plan, axis: TensorAxis) -> dict[str, int]:
+    """Whole parameters whose one head every rank of an axis uses with heads of its own.
+
+    To a trace they are as if each rank had one of as many heads, which are copies: so k and v fit
+    the heads of q, and each rank has a part of the gradient.
+
+    Args:
+        plan: says what is cut.
+        axis: that cuts layers.
+
+    Returns:
+        By path the dimension that the head is in.
+    """
+    names = {name for name, parts in axis.cuts.items() if parts == 1}
+    if plan.mesh[axis.name] == 1 or not names:
+        return {}
+    framed = plan.tensor.frames.items()
+    cut = [path for path, frame in framed if not set(axis.parts).isdisjoint(frame.axes)]
+    beside = {_above(_above(name)) for path in cut for name in plan.info(path).names}
+    found: dict[str, int] = {}
+    for info in plan.infos:
+        places = [at for name in names for at in info.axes.places().get(name, ())]
+        near = any(_above(_above(name)) in beside for name in info.names)
+        if places and near and info.path not in cut:
+            found[info.path] = places[0][0]
+    return found
+
+
+def _above(path: str) -> str:
+    return path.rpartition(".")[0]
 
 
 def _stacks(

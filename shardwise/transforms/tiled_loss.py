@@ -111,8 +111,11 @@ def linear_cross_entropy(
     head = _Head(loss, _rows(flat_hidden, weight, chunks), softcap)
     gather = gather_of(shard, "linear_cross_entropy")
     args = (flat_hidden, weight, bias, flat, head, gather)
-    if context is None or shard is None:
+    if context is None:
         losses = _LinearCrossEntropy.apply(*args)
+    elif shard is None:
+        weights = (weight,) if bias is None else (weight, bias)
+        losses = context.by_row(_whole, flat_hidden, weights, flat, head, gather)
     else:
         losses = context.invariant(_LinearCrossEntropy.apply, *args)
     return reduced(losses, target, ignore_index, reduction)
@@ -206,6 +209,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 bias_sum.add(grad.sum(0, dtype=accurate(grad.dtype)))
         results = (one and one.take() for one in (weight_sum, bias_sum))
         return hidden_grad, *results, None, None, None
+
+
+def _whole(hidden: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """With or without a bias in the third place."""
+    bias = rest[:-3] or (None,)
+    return _LinearCrossEntropy.apply(hidden, weight, *bias, *rest[-3:])
 
 
 class _Sum:

@@ -45,6 +45,9 @@ def _view(call: Call) -> Type:
         ahead = math.prod(before[dim] for dim in olds if dim < kind.dim)
         behind = math.prod(before[dim] for dim in olds if dim > kind.dim)
         if kind.rows is not None:
+            wide = [dim for dim in news if after[dim] != 1]
+            if len(wide) == 1 and before[kind.dim] == after[wide[0]]:
+                return replace(kind, dim=wide[0])  # dimensions of one row come or go around it
             break
         segments = tuple(segment * behind for segment in kind.segments) * ahead
         placed = _place(segments, [after[dim] for dim in news])

@@ -26,7 +26,7 @@ from shardwise.transforms.order import Event
 from shardwise.transforms.places import Places
 from shardwise.transforms.random_cuts import RandomTrace
 from shardwise.transforms.tensor_calls import TracedCalls
-from shardwise.transforms.tensor_layers import Boundary, Run, cut_lookup
+from shardwise.transforms.tensor_layers import Boundary, Run, cut_lookup, shared_by_all
 from shardwise.transforms.typing_mode import TypingMode
 
 
@@ -84,6 +84,12 @@ class Typed:
         )
         for path, value in values.items():
             self.types.set(value, {axis.name: _start(plan, path, axis.parts) for axis in axes})
+        self._shared = {axis.name: shared_by_all(plan, axis) for axis in axes}
+        for axis, shared in self._shared.items():
+            for path, dim in shared.items():
+                value = values[path]
+                kind = Sharded(dim, (value.shape[dim],), copies=plan.mesh[axis])
+                self.types.set(value, axis, kind)
 
     def look_up(self, boundary: Boundary, module: nn.Embedding, run: Run, tokens: Tensor) -> Tensor:
         """What a rank finds of a cut vocabulary: a summand."""
@@ -130,6 +136,7 @@ class Typed:
             if both:
                 raise _used_both_ways(axis, both)
             paths = [path for path, ways in used.items() if "replicated" in ways]
+            paths += self._shared.get(axis, {})
             found[axis] = frozenset(path for path in paths if path in self._plan.opt)
         return found
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardwise.sharding.compat import TorchDispatchMode
+from shardwise.sharding.functional import bound
 from shardwise.transforms import (
     type_rules,
     type_rules_indices,
@@ -143,6 +144,7 @@ class TypingMode(TorchDispatchMode):
         """Run a function of several operations and type its result by one rule."""
         if self._inside:
             return func(*args, **kwargs)
+        args, kwargs = tuple(map(bound, args)), {key: bound(one) for key, one in kwargs.items()}
         names, rule = type_rules_products.WHOLE[name]
         given = dict(zip(names, args, strict=False)) | kwargs
         random = bool(given.get("dropout_p") or (len(args) > len(names) and args[len(names)]))

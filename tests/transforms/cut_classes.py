@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,11 @@ class Context:
     def enter(self, tensor: Tensor, axis: str, name: str) -> Tensor:
         self.entered.append(name)
         return tensor
+
+    def by_row(
+        self, run: Callable[..., Tensor], rows: Tensor, weights: Sequence[Tensor], *args: Any
+    ) -> Tensor:
+        return run(rows, *weights, *args)
 
     def invariant(self, run: Callable[..., Tensor], *args: Any) -> Tensor:
         return run(*args)

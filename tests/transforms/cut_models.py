@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.transforms.tensor_calls import RunCalls
+from shardwise.transforms.tensor_context import current_tensor_context
 from tests.oracles.one_process import Run, assert_same, one_process, sharded
 
 AXES = {
@@ -23,7 +25,6 @@ AXES = {
     "v.weight": "(heads hd) embed",
     "o.weight": "embed (heads hd)",
 }
-SIZES = {"hd": 4}
 
 
 class Block(nn.Module):
@@ -93,9 +94,8 @@ def plan_of(
     """Tensor parallelism over `tp`, and what a test adds; axes of what the model has."""
     names = {name for name, _ in model.named_parameters()}
     known = {key: value for key, value in axes.items() if any(n.endswith(key) for n in names)}
-    return sw.plan(
-        model, mesh, sw.tensor_parallel("tp"), *transforms, axes=known, sizes=SIZES
-    )
+    sizes = {"hd": 4} if any("hd" in text for text in known.values()) else {}
+    return sw.plan(model, mesh, sw.tensor_parallel("tp"), *transforms, axes=known, sizes=sizes)
 
 
 def loss_of(model: Any, tokens: Tensor) -> Any:
@@ -141,3 +141,33 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)
+
+
+class Seen:
+    """Remembers tensors of a step by label and rank; not those of traces and recomputations."""
+
+    def __init__(self) -> None:
+        self.by_label: dict[str, dict[int, list[Tensor]]] = {}
+
+    def note(self, label: str, tensor: Tensor) -> None:
+        """Remember a copy."""
+        context = current_tensor_context()
+        if isinstance(context, RunCalls):
+            rank = context._mesh.rank(context._coords)
+            kept = self.by_label.setdefault(label, {}).setdefault(rank, [])
+            kept.append(tensor.detach().clone())
+
+    def ranks(self, label: str, call: int = 0) -> list[Tensor]:
+        """One call of every rank."""
+        found = self.by_label[label]
+        return [found[rank][call] for rank in sorted(found)]
+
+
+def one_step(model: nn.Module, plan: sw.Plan, tokens: Tensor, *, seed: int = 0) -> Any:
+    """The state after one step on simulated ranks."""
+    with sw.simulate(plan.mesh):
+        program = sw.lower(plan, loss_of, sw.optim.sgd(0.1)).bind()
+        state = program.init(sw.from_module(model), seed=seed)
+        state, _ = program.step(state, program.shard_batch(tokens))
+        assert program.last_collectives == program.lowered.collectives()
+    return state

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -146,3 +148,34 @@ def test_types_along_several_axes_are_set_at_once() -> None:
     types.set(made, {"tp0": CUT, "tp1": Partial()})
     types.set(made, {"tp1": Constant()})
     assert (types.of(made, "tp0"), types.of(made, "tp1")) == (CUT, Constant())
+
+
+class _Twice(torch.autograd.Function):
+    """Several operations on a copy, as a function with its own backward has them."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        total = inputs[0] * 0
+        for one in inputs:
+            total = total + one
+        return total * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * 2, grads[0] * 2
+
+
+def test_a_function_with_its_own_backward_keeps_what_is_equal_on_all_ranks() -> None:
+    types = Types(axes=("tp",))
+    invariant, other = (tensor(types, (2, 4), Invariant()) for _ in range(2))
+    free, replicated = tensor(types, (2, 4), Free(("w",))), tensor(types, (2, 4), Replicated())
+    cut = tensor(types, (2, 4), CUT)
+    with TypingMode(types, where=lambda: "mlp"):
+        assert types.of(_Twice.apply(invariant.neg(), other), "tp") == Invariant()
+        assert types.of(_Twice.apply(free, free.neg()), "tp") == Free(("w",))
+        assert types.of(_Twice.apply(invariant.neg(), free), "tp") == Invariant()
+        assert types.used["tp"] == {"w": {"invariant"}}
+        assert types.of(_Twice.apply(cut.neg(), cut), "tp") == CUT
+        mixed = _Twice.apply(invariant.neg(), replicated)
+        with pytest.raises(PlanError, match="made by _TwiceBackward.* has no type"):
+            mixed.sin()

@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.sharding.state import adopt
+from shardwise.transforms.rounding import Rounding
 from tests.transforms.carried import assert_bits, square, whole
 from tests.transforms.named_trees import ALONE, Drawn, assert_padding_is_zero, kinds, plans, tree
 
 pytestmark = pytest.mark.simulated
 
 OPTIMIZER = sw.optim.adamw(1e-2)
+OPTIMIZERS = {
+    "adamw": OPTIMIZER,
+    "adafactor": sw.optim.adafactor(1e-2),
+    "lamb": sw.optim.lamb(1e-2),
+    "momentum": sw.optim.sgd(1e-2, momentum=0.9),
+}
 
 
 def lowered(module: nn.Module, drawn: Drawn, optimizer: Any = OPTIMIZER) -> sw.Lowered:
     return sw.lower(drawn.plan(module), square, optimizer)
 
 
-def trained_alone(module: nn.Module, directory: Path, *, half: bool) -> dict[str, Any]:
+def trained_alone(module: nn.Module, directory: Path, program: sw.Lowered) -> dict[str, Any]:
     """Everything in the state of one rank after two steps, which is saved and exported too."""
-    program = lowered(module, Drawn(ALONE.mesh, half=half))
     with sw.simulate(ALONE.mesh):
         bound = program.bind()
         state = bound.init(0)
@@ -65,21 +72,25 @@ def assert_same(state: Any, want: dict[str, Any]) -> None:
 
 @st.composite
 def journeys(draw: st.DrawFn) -> tuple[tuple[str, ...], Drawn, Drawn]:
-    half = draw(st.booleans())
-    first = draw(plans(half=half))
-    return draw(kinds), first, draw(plans(half=half, ranks=first.mesh.size))
+    half, frozen = draw(st.booleans()), draw(st.booleans())
+    first = replace(draw(plans(half=half)), frozen=frozen)
+    other = replace(draw(plans(half=half, ranks=first.mesh.size)), frozen=frozen)
+    return draw(kinds), first, other
 
 
 @settings(max_examples=8)
-@given(journeys())
-def test_from_any_plan_to_any_plan(drawn: tuple[tuple[str, ...], Drawn, Drawn]) -> None:
+@example((("column",), Drawn(sw.Mesh(tp=2)), Drawn(sw.Mesh(fsdp=2), 1, ("fsdp",))), "adafactor")
+@given(journeys(), st.sampled_from(sorted(OPTIMIZERS)))
+def test_from_any_plan_to_any_plan(drawn: tuple[tuple[str, ...], Drawn, Drawn], name: str) -> None:
     """By files, by a live state and by `reshard`; exported files and fingerprints are the same."""
     names, one, other = drawn
-    module = tree(names)
-    a, b = lowered(module, one), lowered(module, other)
+    module, optimizer = tree(names), OPTIMIZERS[name]
+    a, b = (lowered(module, each, optimizer) for each in (one, other))
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
-        want = trained_alone(module, directory, half=one.half)
+        alone = replace(ALONE, half=one.half, frozen=one.frozen)
+        whole_program = lowered(module, alone, optimizer)
+        want = trained_alone(module, directory, whole_program)
         with sw.simulate(a.plan.mesh):
             program = a.bind()
             state = program.restore(directory / "alone")
@@ -94,9 +105,8 @@ def test_from_any_plan_to_any_plan(drawn: tuple[tuple[str, ...], Drawn, Drawn]) 
         assert_same(read, want)
         assert_bits(there, read)
         with sw.simulate(ALONE.mesh):
-            program = lowered(module, Drawn(ALONE.mesh, half=one.half)).bind()
-            alone = program.restore(directory / "a")
-        assert len({sw.fingerprint(each) for each in (state, read, alone)}) == 1
+            again = whole_program.bind().restore(directory / "a")
+        assert len({sw.fingerprint(each) for each in (state, read, again)}) == 1
         files = [directory / f"{name} export" / "model.safetensors" for name in ("a", "alone")]
         assert files[0].read_bytes() == files[1].read_bytes()
 
@@ -106,7 +116,7 @@ def test_from_any_plan_to_any_plan(drawn: tuple[tuple[str, ...], Drawn, Drawn]) 
 def test_initial_values_are_those_of_one_rank(names: tuple[str, ...], drawn: Drawn) -> None:
     """From a seed, and from a module; padding is 0."""
     module = tree(names)
-    made = [Drawn(ALONE.mesh, half=drawn.half), drawn]
+    made = [replace(ALONE, half=drawn.half), drawn]
     found = []
     for each in made:
         with sw.simulate(each.mesh):
@@ -193,3 +203,27 @@ def test_averages_of_the_user_come_back_on_any_plan(
                     assert type(mine) is type(leaf)
                     local = [x.to_local() if isinstance(x, DTensor) else x for x in (mine, leaf)]
                     assert torch.equal(*local), path
+
+
+@settings(max_examples=10)
+@given(kinds, plans(half=False), st.integers(0, 99))
+def test_stochastic_rounding_of_a_block_is_that_of_the_whole_tensor(
+    names: tuple[str, ...], drawn: Drawn, seed: int
+) -> None:
+    """In bits, copies and padded rows included: the noise goes by the place in the tensor."""
+    module, found = tree(names), []
+    for each in (ALONE, drawn):
+        with sw.simulate(each.mesh):
+            program = lowered(module, each).bind()
+            state = program.init(sw.from_module(module))
+        for rank, one in enumerate(state.ranks):
+            mesh = one.home.mesh
+            rounding = Rounding(seed, 7, mesh, mesh.coords(rank))
+            for bucket in one.home.buckets:
+                flat = one.flats[bucket.name]
+                flat.copy_(rounding.flat(flat, bucket.params, torch.bfloat16, "params"))
+        found.append(sw.to_global(state.params))
+        assert_padding_is_zero(state)
+    for path, value in found[0].items():
+        assert torch.equal(found[1][path], value), path
+        assert not torch.equal(value, dict(module.named_parameters())[path])

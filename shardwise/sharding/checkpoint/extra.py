@@ -4,10 +4,11 @@
 Dicts, lists, tuples, text, bytes, whole numbers, exact floats, bools, None and tensors; anything
 else is refused by its place, since reading runs no code. A DTensor under the path of a parameter
 that lies as the parameter does is a global tensor, and lies as the parameter does on any plan that
-reads it; so is a block in the place of a leaf that has no placements. Any other plain tensor of up to 64 KiB, such as the state of a generator, is part of the JSON of
-its rank, so it may differ by rank; a larger one is written once, so it must be equal on all ranks.
-Where the JSON of ranks is equal it is written once. On as many ranks each rank gets its own back;
-on another number of ranks, rank r gets what rank `r % saved` had.
+reads it; so is a block in the place of a leaf that has no placements. Any other plain tensor of up
+to 64 KiB, such as the state of a generator, is part of the JSON of its rank, so it may differ by
+rank; a larger one is written once, so it must be equal on all ranks. Where the JSON of ranks is
+equal it is written once. On as many ranks each rank gets its own back; on another number of ranks,
+rank r gets what rank `r % saved` had.
 """
 
 from __future__ import annotations
