@@ -62,6 +62,7 @@ __all__ = [
     "thread_value",
     "timeout_of",
     "without_functions",
+    "zero_all",
 ]
 
 without_functions = torch._C.DisableTorchFunction
@@ -72,6 +73,9 @@ plain_tensors = torch._C.DisableTorchFunctionSubclass
 
 add_all = torch._foreach_add_
 """Add a list of tensors to a list of tensors of the same shapes, in one call."""
+
+zero_all = torch._foreach_zero_
+"""Fill a list of tensors with zeros, in one call."""
 
 copy_all = torch._foreach_copy_
 """Copy a list of tensors into a list of tensors of the same shapes, in one call."""

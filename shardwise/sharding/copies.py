@@ -11,8 +11,11 @@ rank has.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from shardwise.sharding.frames import Frame, Tile, tiles_of
 from shardwise.sharding.layout import Entry, Layout
@@ -49,21 +52,49 @@ def copies_of(frame: Frame | None, mesh: Mesh) -> tuple[tuple[str, ...], ...]:
     return tuple(sorted({axes for axes in found if axes}))
 
 
-def copies_at(entry: Entry, layout: Layout, mesh: Mesh, coords: Coords) -> Copies:
-    """The rectangles in the block of one rank, each with the axes along which it is a copy.
+@dataclass(frozen=True, eq=False)
+class Copied:
+    """What ranks hold of a tensor, told apart by the axes along which it is a copy.
 
     Args:
         entry: of the layout.
         layout: gives the axes that cut blocks further.
         mesh: sizes of the axes.
-        coords: of the rank.
     """
-    axes = () if entry.frame is None else entry.frame.axes
 
-    def tiles_at(place: Coords) -> Iterable[Tile]:
-        return tiles_of(local_runs(entry, layout, mesh, place))
+    entry: Entry
+    layout: Layout
+    mesh: Mesh
+    _found: dict[tuple[int, ...], Copies] = field(default_factory=dict[Any, Copies], repr=False)
 
-    return _with_axes(axes, mesh, coords, tiles_at)
+    def at(self, coords: Coords) -> Copies:
+        """The rectangles in the block of one rank, worked out once."""
+        place = tuple(coords[axis] for axis in self.mesh)
+        if place not in self._found:
+            axes = () if self.entry.frame is None else self.entry.frame.axes
+            self._found[place] = _with_axes(axes, self.mesh, coords, self._tiles_at)
+        return self._found[place]
+
+    def along(self, coords: Coords, axis: str) -> tuple[Tile, ...]:
+        """Those that all ranks along an axis hold."""
+        return tuple(tile for tile, axes in self.at(coords).items() if axis in axes)
+
+    def most(self, axis: str) -> int:
+        """Elements of `along` on the rank that has the most."""
+        return max(
+            sum(math.prod(tile.sizes) for tile in self.along(place, axis))
+            for place in self._data_places()
+        )
+
+    def _tiles_at(self, coords: Coords) -> Iterable[Tile]:
+        return tiles_of(local_runs(self.entry, self.layout, self.mesh, coords))
+
+    def _data_places(self) -> Iterator[Coords]:
+        """Every place along the axes that cut blocks; blocks have as many copies everywhere."""
+        first = dict.fromkeys(self.mesh, 0)
+        sizes = (range(self.mesh[axis]) for axis in self.layout.axes)
+        for place in itertools.product(*sizes):
+            yield first | dict(zip(self.layout.axes, place, strict=True))
 
 
 def _with_axes(
@@ -78,44 +109,4 @@ def _with_axes(
         for tile in found:
             if all(tile in other for other in others):
                 found[tile] = (*found[tile], axis)
-    return found
-
-
-def copied(entry: Entry, layout: Layout, mesh: Mesh, coords: Coords, axis: str) -> Iterator[Tile]:
-    """The rectangles in the block of one rank that all ranks along an axis hold.
-
-    Args:
-        entry: of the layout.
-        layout: gives the axes that cut blocks further.
-        mesh: sizes of the axes.
-        coords: of the rank.
-        axis: one that cuts other parts of the tensor.
-    """
-    for tile, axes in copies_at(entry, layout, mesh, coords).items():
-        if axis in axes:
-            yield tile
-
-
-def most_copied(entry: Entry, layout: Layout, mesh: Mesh, axis: str) -> int:
-    """Elements of `copied` on the rank that has the most.
-
-    Args:
-        entry: of the layout.
-        layout: gives the axes that cut blocks further.
-        mesh: sizes of the axes.
-        axis: one that cuts other parts of the tensor.
-    """
-    first = dict.fromkeys(mesh, 0)
-    places = (_coords(layout.axes, number, mesh) for number in range(mesh.product(layout.axes)))
-    return max(
-        sum(math.prod(tile.sizes) for tile in copied(entry, layout, mesh, first | place, axis))
-        for place in places
-    )
-
-
-def _coords(axes: tuple[str, ...], number: int, mesh: Mesh) -> dict[str, int]:
-    """The place that has a number along several axes, the first one major."""
-    found: dict[str, int] = {}
-    for axis in reversed(axes):
-        number, found[axis] = divmod(number, mesh[axis])
     return found

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from shardwise.sharding.derived import Derived
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.repeats import collapse, render_group
-from shardwise.sharding.tensor_cuts import TensorAxis
+from shardwise.sharding.tensor_cuts import GROUP, TensorAxis
 
 GUESS = "(guess)"
 """Marks axes that are taken from well-known names of layers only."""
@@ -50,7 +50,7 @@ def _names(axis: TensorAxis, mesh: Mesh) -> str:
         copies: list[str] = []
         cut = 1
         for part in axis.parts:
-            if cut >= parts and len(axis.parts) > 1:
+            if cut >= parts and len(axis.parts) > 1 and name != GROUP:
                 copies.append(part)
             cut *= mesh[part]
         more = f" (copies over {' '.join(copies)})" if copies else ""

@@ -89,6 +89,19 @@ class Layout:
         spans = [(e.offset + e.numel, end) for e, end in zip(self.entries, ends, strict=True)]
         return tuple(span for span in spans if span[0] < span[1])
 
+    @cached_property
+    def cuts(self) -> tuple[list[int], list[int], list[int]]:
+        """The buffer as pieces in a row: their sizes, and which are blocks and which are gaps."""
+        sizes, places, gaps = list[int](), list[int](), list[int]()
+        ends = [entry.offset for entry in self.entries[1:]] + [self.length]
+        for entry, end in zip(self.entries, ends, strict=True):
+            places.append(len(sizes))
+            sizes.append(entry.numel)
+            if entry.offset + entry.numel < end:
+                gaps.append(len(sizes))
+                sizes.append(end - entry.offset - entry.numel)
+        return sizes, places, gaps
+
     def refines(self, coarse: Layout) -> bool:
         """Whether every block here is a part of the block of the same tensor there."""
         if self.axes[: len(coarse.axes)] != coarse.axes:

@@ -134,16 +134,24 @@ class Mover:
         rest = self._expected[len(self.executed) :]
         return self._lost is None and all(item.kind != "all_to_all" for item in rest)
 
-    def finish_with_zeros(self, device: torch.device) -> None:
+    def finish_with_zeros(
+        self, device: torch.device, items: Sequence[Collective | None] = ()
+    ) -> None:
         """Run what is left of a call with nothing to give, after a failure on this rank.
 
         The other ranks are in the middle of the same list; they must not be left alone.
+
+        Args:
+            device: where tensors live.
+            items: all collectives of the call in the sizes that the others use, None for those that
+                they leave out; default: as predicted.
 
         Raises:
             RankError: peers were lost before, so nobody is there to be joined.
         """
         if self._lost is not None:
             raise self._lost_error(*self._lost)
+        self._refit(items)
         for item in self._expected[len(self.executed) :]:
             size = self.mesh[item.axis]
             count = item.buffer_bytes(size) // item.dtype.itemsize
@@ -154,6 +162,16 @@ class Mover:
                 finish(self.reduce_scatter(whole.new_zeros(count // size), whole, item))
             else:
                 finish(self.all_reduce(whole, item))
+
+    def _refit(self, items: Sequence[Collective | None]) -> None:
+        """Expect the same as before in other sizes; what was skipped lies before what is left."""
+        done = len(self.executed)
+        left = self._expected[done:]
+        fitted = tuple(items)[len(items) - len(left) :] if len(left) <= len(items) else ()
+        pairs = zip(fitted, left, strict=False)
+        if all(one is None or replace(one, nbytes=was.nbytes) == was for one, was in pairs):
+            rest = (one for one in fitted if one is not None)
+            self._expected = (*self._expected[:done], *rest) if fitted else self._expected
 
     def end(self) -> None:
         """Check that everything predicted has run."""

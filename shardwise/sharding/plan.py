@@ -165,7 +165,7 @@ class Plan:
         """How layers are cut over tensor axes."""
         return self.derived.tensor
 
-    @property
+    @cached_property
     def uses_half(self) -> bool:
         """Whether float16 computes or carries gradients."""
         return uses_half(self.compute, self.grads, self.precision.reduce)

@@ -4,15 +4,17 @@
 Names in `SHARED` may be cut into fewer parts than an axis has ranks, if these divide: `kv` of 2
 heads over `tp=4`. The axis is then split (`tp0=2, tp1=2`), the name is cut over the first part
 only, and ranks along the rest hold copies: specs show it, and gradients are summed over the copies
-(see [Note: copies inside of blocks] for those in a fused tensor). The axis keeps its own name for
-collectives over all of it.
+(see [Note: copies inside of blocks] for those in a fused tensor). Where the heads of a group lie
+beside their `kv` in one tensor, `(kv (group + 1 + 1) hd)`, the rest of the axis cuts `group`. The
+axis keeps its own name for collectives over all of it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardwise.sharding.axes import Axes
@@ -33,6 +35,9 @@ WHOLE = ("embed", "hd", "group", "norm", "pos", "types", "layers", "rank", "expe
 
 SHARED = ("kv",)
 """Names that may have copies; see [Note: fewer heads than ranks]."""
+
+GROUP = "group"
+"""The heads that share one of `kv`."""
 
 UNEVEN = ("vocab",)
 """Names that may be cut unevenly where they are a dimension of their own: `torch.chunk` rule."""
@@ -56,13 +61,17 @@ class TensorAxis:
 
 
 class Asked(NamedTuple):
-    """What one edit asks: names to cut over an axis, of some parameters."""
+    """What one edit asks: names to cut over an axis, of some parameters.
+
+    `listed` tells that the names are those of the call.
+    """
 
     axis: str
     names: tuple[str, ...] | None
     known: tuple[str, ...]
     paths: tuple[str, ...]
     by: str
+    listed: bool = False
 
 
 @dataclass(slots=True)
@@ -112,7 +121,7 @@ def cut_tensors(
         _split(cuts, axis, by_name)
     for path, pairs in chosen.items():
         _refuse_whole_terms(cuts, infos[path], pairs)
-        _mark(cuts, infos[path], pairs)
+        _mark(cuts, infos[path], [*pairs, *_groups(cuts, infos[path], pairs)])
     return cuts
 
 
@@ -215,6 +224,36 @@ def _split(cuts: Cuts, axis: str, by_name: Mapping[str, int]) -> None:
     cuts.axes[axis] = TensorAxis(axis, parts, FrozenMap(by_name))
 
 
+def _groups(
+    cuts: Cuts, info: ParamInfo, pairs: Sequence[tuple[Asked, str]]
+) -> Iterator[tuple[Asked, str]]:
+    """The heads of a group beside their `kv`, to be cut over the rest of the axis."""
+    size = cuts.sizes[info.path].get(GROUP)
+    for one, name in pairs:
+        axis = cuts.axes[one.axis]
+        rest = cuts.mesh[one.axis] // axis.cuts[name]
+        if name not in SHARED or rest == 1 or size is None:
+            continue
+        if size % rest:
+            cuts.failures.append(_uneven_group(one, info, size, rest))
+            continue
+        cuts.axes[one.axis] = replace(axis, cuts=FrozenMap({**axis.cuts, GROUP: rest}))
+        yield one, GROUP
+
+
+def _uneven_group(one: Asked, info: ParamInfo, size: int, rest: int) -> Failure:
+    return Failure(
+        by=one.by,
+        problem=f"cannot cut {GROUP!r} of {{count}}",
+        path=info.path,
+        tail=f"shape {info.shape}   axes '{info.axes}'",
+        fact=f"{GROUP} is {size}; {rest} ranks share one of kv; {size} % {rest} == {size % rest}.",
+        why="Ranks with copies of the same kv heads divide the heads of their group.",
+        fix=f"make the axis {one.axis!r} smaller, or where= to leave these out",
+        numbers={"size": size, "ranks": rest, "remainder": size % rest},
+    )
+
+
 def _refuse_whole_terms(cuts: Cuts, info: ParamInfo, pairs: Sequence[tuple[Asked, str]]) -> None:
     """Of tensors side by side in one, all are cut or none, if only into one part."""
     names = {name for _, name in pairs}
@@ -250,13 +289,10 @@ def _mark(cuts: Cuts, info: ParamInfo, pairs: Sequence[tuple[Asked, str]]) -> No
     marks = cuts.marks.setdefault(info.path, {})
     for one, name in pairs:
         axis = cuts.axes[one.axis]
-        mesh_axes: list[str] = []
-        for part in axis.parts:
-            if cuts.mesh.product(tuple(mesh_axes)) < axis.cuts[name]:
-                mesh_axes.append(part)
+        mesh_axes = _axes_of(cuts, axis, name)
         for at in info.axes.places()[name]:
             free = all(
-                info.axes.alternatives(at, other) or not set(axis.parts) & set(used)
+                info.axes.alternatives(at, other) or not set(mesh_axes) & set(used)
                 for other, used in marks.items()
             )
             if free and isinstance(info.axes.node(at), Atom):
@@ -265,6 +301,14 @@ def _mark(cuts: Cuts, info: ParamInfo, pairs: Sequence[tuple[Asked, str]]) -> No
     frame = make_frame(spec, info.shape, cuts.mesh, cuts.sizes[info.path])
     if frame is not None:
         cuts.frames[info.path] = frame
+
+
+def _axes_of(cuts: Cuts, axis: TensorAxis, name: str) -> tuple[str, ...]:
+    """The parts of an axis that cut a name: the first ones, and of a group those after its kv."""
+    count = axis.cuts["kv"] if name == GROUP else axis.cuts[name]
+    sizes = itertools.accumulate((cuts.mesh[part] for part in axis.parts), operator.mul, initial=1)
+    number = sum(size < count for size in sizes)
+    return axis.parts[number:] if name == GROUP else axis.parts[:number]
 
 
 def copy_axes(frame: Frame | None, axes: Sequence[TensorAxis]) -> tuple[str, ...]:

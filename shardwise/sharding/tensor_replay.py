@@ -9,7 +9,7 @@ from shardwise.sharding.axes import Axes
 from shardwise.sharding.axes_sources import evaluate
 from shardwise.sharding.derived import Base, TensorParallel
 from shardwise.sharding.edits import SequenceEdit, TensorEdit
-from shardwise.sharding.errors import PlanError
+from shardwise.sharding.errors import PlanError, nearest
 from shardwise.sharding.frames import Frame
 from shardwise.sharding.grammar import Position
 from shardwise.sharding.mesh import Mesh
@@ -38,7 +38,8 @@ def resolve_cuts(draft: TensorDraft, base: Base, infos: dict[str, ParamInfo]) ->
         infos: by path; parameters that are selected and have no named axes get the guessed ones.
 
     Raises:
-        PlanError: a sequence is to be cut over an axis that cuts no layers.
+        PlanError: a sequence is to be cut over an axis that cuts no layers; an edit cuts nothing,
+            or lists a name that no parameter has.
     """
     asked: list[Asked] = []
     for edit, paths in draft.edits:
@@ -50,8 +51,10 @@ def resolve_cuts(draft: TensorDraft, base: Base, infos: dict[str, ParamInfo]) ->
             axes = Axes.parse(guess)
             if not set(axes.names).isdisjoint(CUT if names is None else names):
                 infos[path] = replace(info, axes=axes)
-        asked.append(Asked(edit.axis, names, known, paths, edit.by))
+        asked.append(Asked(edit.axis, names, known, paths, edit.by, listed=edit.names is not None))
     cuts = cut_tensors(base.mesh, asked, infos, base.naming.sizes)
+    for one in asked if not cuts.failures else ():
+        _check_names_occur(one, infos)
     for axis, edit in draft.sequences.items():
         if not edit.active:
             continue
@@ -68,6 +71,46 @@ def resolve_cuts(draft: TensorDraft, base: Base, infos: dict[str, ParamInfo]) ->
             cuts.axes[axis] = replace(cuts.axes[axis], sequence=True)
     draft.axes, draft.marks, draft.frames = cuts.axes, cuts.marks, cuts.frames
     return cuts.mesh, cuts
+
+
+def _check_names_occur(one: Asked, infos: Mapping[str, ParamInfo]) -> None:
+    """Refuse an edit that leaves everything whole: nobody would notice."""
+    wanted = CUT if one.names is None else one.names
+    chosen = [infos[path] for path in one.paths]
+    names = tuple(dict.fromkeys(name for info in chosen for name in info.axes.names))
+    where = f"{len(chosen)} parameters that where= selects"
+    if not set(names).isdisjoint(wanted):
+        listed = one.names if one.listed and one.names else ()
+        for name in listed:
+            if name not in names:
+                raise PlanError(
+                    f"{one.by} lists the name {name!r}, which no parameter has.",
+                    where=where,
+                    facts=f"they have the names {', '.join(names)}.",
+                    why="A name that is never met is a mistake: what it means stays whole.",
+                    fix=nearest(name, names),
+                    name=name,
+                    num_params=len(chosen),
+                )
+        return
+    anonymous = [info.axes == Axes.anonymous(info.axes.ndim) for info in chosen]
+    pairs = zip(chosen, anonymous, strict=True)
+    names = tuple(dict.fromkeys(name for info, no in pairs if not no for name in info.axes.names))
+    raise PlanError(
+        f"{one.by} cuts none of {len(chosen)} parameters.",
+        where=where,
+        facts=[
+            f"{sum(anonymous)} have no named axes; the others have: {', '.join(names) or 'none'}.",
+            f"names to cut over {one.axis!r}: {', '.join(wanted) or 'none by the rules'}.",
+        ],
+        why="Axes come from axes=, from modules, from the family of a model, or are guessed from "
+        "well-known names of layers; what has no name stays whole on every rank.",
+        fix="axes={'up.weight': 'mlp embed', 'down.weight': 'embed mlp', ...} in sw.plan"
+        if wanted
+        else f"rules=sw.Rules(..., mlp={one.axis!r}), or names=[...]",
+        num_params=len(chosen),
+        unnamed=sum(anonymous),
+    )
 
 
 def _names(edit: TensorEdit, base: Base) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:

@@ -91,6 +91,10 @@ class Guide(Protocol):
         """An activation on the other side of a boundary."""
         ...
 
+    def crosses(self, way: str, /) -> bool:
+        """Whether anything may cross a boundary on its way in or out."""
+        ...
+
     def look_up(
         self, boundary: Boundary, module: nn.Embedding, run: Run, tokens: Tensor, /
     ) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.collectives import Collective
-from shardwise.sharding.compat import add_all, copy_all
+from shardwise.sharding.compat import add_all, copy_all, zero_all
 from shardwise.sharding.layout import Layout, Regroup
 from shardwise.sharding.movement import Mover, Pending, finish, gather, scatter
 
@@ -56,6 +56,7 @@ class BucketBuffers:
         self._scattered: tuple[Tensor, Pending | None] | None = None
         self._in_flight = 0
         self._casts = bucket.params.dtype != bucket.wire.dtype
+        self._in_place = bucket.in_place
         self.views: list[Tensor] = []
         self._full: Storage | None = None
         self._stack: Storage | None = None
@@ -91,7 +92,7 @@ class BucketBuffers:
     def load(self, flat: Tensor) -> None:
         """Take the resting shard that the next fills read."""
         self._flat = flat
-        if self.bucket.in_place and self._source() is not flat:
+        if self._in_place and self._source() is not flat:
             # Neither the views nor this keep a state alive: the views go when it goes.
             self._source = weakref.ref(flat, self._forget)
             self.views = [entry.view(flat.data) for entry in self.bucket.params.entries]
@@ -282,18 +283,22 @@ class BucketBuffers:
     def _pack_whole(self, grads: Sequence[Tensor | None]) -> Tensor:
         layout = self._whole_layout
         flat = torch.empty(layout.length, dtype=layout.dtype, device=self._device)
+        sizes, places, gaps = layout.cuts
+        pieces = flat.split_with_sizes(sizes)
+        empty = [pieces[place] for place in gaps]
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for entry, grad in zip(layout.entries, grads, strict=True):
+        for entry, place, grad in zip(layout.entries, places, grads, strict=True):
             if grad is None:
-                entry.view(flat).zero_()
+                empty.append(pieces[place])
             else:
-                targets.append(entry.view(flat))
+                piece = pieces[place]
+                targets.append(piece if len(entry.block) == 1 else piece.view(entry.block))
                 sources.append(grad)
         if targets:
             copy_all(targets, sources)
-        for start, stop in layout.gaps:
-            flat[start:stop].zero_()
+        if empty:
+            zero_all(empty)
         return flat
 
     def _pack_parts(self, regroup: Regroup, grads: Sequence[Tensor | None]) -> None:

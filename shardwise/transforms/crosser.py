@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from shardwise.sharding.compat import dispatch_modes
 from shardwise.sharding.movement import Mover
 from shardwise.transforms import faults
 from shardwise.transforms.crossing_run import CrossingRun, Recent
@@ -28,6 +29,7 @@ class StepCrosser:
         self, mover: Mover, *, phase: Callable[[], str], meet: Callable[[str, bool], None]
     ) -> None:
         self.chosen: Mapping[str, Crossing] = {}
+        self.ways: frozenset[str] = frozenset()
         self.recent = Recent()
         self.calls = RunCalls(
             mover.mesh,
@@ -45,13 +47,20 @@ class StepCrosser:
         self._sequences: dict[str, int] = {}
         self._runs: dict[str, CrossingRun] = {}
 
+    def take(self, chosen: Mapping[str, Crossing]) -> None:
+        """Repeat what a trace has chosen, by the name of each crossing."""
+        self.chosen = chosen
+        places = (name.rpartition(" ")[0] for name in chosen)
+        self.ways = frozenset(place.rstrip("0123456789") for place in places)
+
     def cross(self, boundary: Boundary, place: str, tensor: Tensor) -> Tensor:
         """Bring an activation to the types that it needs on the other side of a boundary."""
         for axis in boundary.axes:
             name = boundary.crossing(place, axis)
             crossing = self.chosen.get(name)
             if crossing is not None and self._phase() != "idle":
-                tensor = self._cross(name, crossing, tensor)
+                fresh = boundary.is_fresh and place.startswith("out")
+                tensor = self._cross(name, crossing, tensor, fresh=fresh)
         return tensor
 
     def look_up(self, boundary: Boundary, module: nn.Embedding, run: Run, tokens: Tensor) -> Tensor:
@@ -61,7 +70,10 @@ class StepCrosser:
         place = mesh.index(mesh.parts(axis), self._mover.coords)
         return cut_lookup(module, run, tokens, place=place, rows=boundary.rows)
 
-    def _cross(self, name: str, crossing: Crossing, tensor: Tensor) -> Tensor:
+    def _cross(
+        self, name: str, crossing: Crossing, tensor: Tensor, *, fresh: bool = False
+    ) -> Tensor:
+        """Cross; a `fresh` tensor is read by nobody else."""
         known = self.recent.find(crossing, tensor)
         if known is not None:
             return known
@@ -82,6 +94,8 @@ class StepCrosser:
             return run.forward(tensor)
         if needs_grad and crossing.kind != "reduce":
             result = Cross.apply(tensor, run.forward, lambda grad: self._back(name, run, grad))
+        elif fresh and crossing.kind == "reduce" and not dispatch_modes():
+            result = run.in_place(tensor)  # unless a mode keeps it for a recomputation
         else:  # a sum is a copy for autograd
             result = run.forward(tensor)
         self.recent.add(crossing, tensor, result)

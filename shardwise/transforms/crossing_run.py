@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.collectives import Collective
-from shardwise.sharding.movement import Mover
+from shardwise.sharding.movement import Mover, finish
 from shardwise.transforms.crossings import (
     Crossing,
     all_reduced,
@@ -80,6 +80,12 @@ class CrossingRun:
         if kind == "numbers":
             return stacked(self._mover, tensor, item)
         return gathered(self._mover, tensor, item, dim, self._rows)
+
+    def in_place(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks in the place of a summand; autograd sees nothing."""
+        item = self._expected(self.items.forward)
+        finish(self._mover.all_reduce(tensor.detach().view(-1), item))
+        return tensor
 
     def backward(self, grad: Tensor) -> Tensor:
         """The gradient on this side."""

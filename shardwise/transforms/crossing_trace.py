@@ -174,7 +174,7 @@ class CrossingTrace:
             self._types.use(tensor, axis, "invariant")
         ranks, dim = self._mesh[axis], crossing.dim
         rows = tensor.shape[dim] if tensor.ndim else 1
-        if crossing.kind == "slice":
+        if crossing.kind == "slice" and crossing.stack:
             self._rows[crossing.stack] = rows
         if crossing.kind in ("gather", "collect"):
             rows = crossing.rows or self._rows.get(crossing.stack, rows * ranks)

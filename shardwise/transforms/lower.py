@@ -203,6 +203,10 @@ class _Nobody:
         """Unchanged."""
         return tensor
 
+    def crosses(self, way: str) -> bool:
+        """Nothing does."""
+        return False
+
     def look_up(self, boundary: Boundary, module: nn.Embedding, run: Any, tokens: Any) -> Any:
         """There is nobody to ask."""
         raise LowerError(f"Module {boundary.path!r} is called while nothing runs.")

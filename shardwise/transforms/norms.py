@@ -27,8 +27,7 @@ from torch import Tensor
 from shardwise.optim.norms import Norm, power_sum, root, select_all
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.collectives import Collective, packed_items
-from shardwise.sharding.copies import copies_at, copies_of
-from shardwise.sharding.layout import Entry, Layout
+from shardwise.sharding.copies import Copied, copies_of
 from shardwise.sharding.leaves import Flats
 from shardwise.sharding.lying import rectangle
 from shardwise.sharding.mesh import Mesh
@@ -53,15 +52,13 @@ class Rows(NamedTuple):
 
     Args:
         bucket: name of the bucket.
-        layout: of its buffer.
-        entry: of the parameter.
-        copies: the axes.
+        copied: of the parameter in its buffer.
+        axes: along which.
     """
 
     bucket: str
-    layout: Layout
-    entry: Entry
-    copies: tuple[str, ...]
+    copied: Copied
+    axes: tuple[str, ...]
 
 
 class Part(NamedTuple):
@@ -110,7 +107,7 @@ class Reduction:
         """Elements that one rank adds up."""
         pieces = (piece for part in self.parts for piece in part.slices)
         return sum(
-            piece.stop - piece.start if isinstance(piece, Slice) else piece.entry.numel
+            piece.stop - piece.start if isinstance(piece, Slice) else piece.copied.entry.numel
             for piece in pieces
         )
 
@@ -162,9 +159,10 @@ def _slices(
     for entry in entries:
         axes, inside = sharding_axes(plan.opt[entry.path], plan.mesh), tuple(counted[entry.path])
         copies = copies_of(entry.frame, plan.mesh) if inside else ()
+        copied = Copied(entry, bucket.opt, plan.mesh)
         for some in ((), *copies) if copies else ():
             left = tuple(axis for axis in axes if axis not in some)
-            yield left, inside, Rows(bucket.name, bucket.opt, entry, some)
+            yield left, inside, Rows(bucket.name, copied, some)
         keys.append((axes, () if copies else inside))
     start = 0
     for index, (key, end) in enumerate(zip(keys, ends, strict=True)):
@@ -230,9 +228,9 @@ def _views(flat: Tensor, piece: Slice | Rows, mover: Mover) -> list[Tensor]:
     if isinstance(piece, Slice):
         whole = piece.stop - piece.start == flat.numel()
         return [flat if whole else flat[piece.start : piece.stop]]
-    block = piece.entry.view(flat)
-    tiles = copies_at(piece.entry, piece.layout, mover.mesh, mover.coords)
-    wanted = [tile for tile, axes in tiles.items() if axes == piece.copies]
+    block = piece.copied.entry.view(flat)
+    tiles = piece.copied.at(mover.coords)
+    wanted = [tile for tile, axes in tiles.items() if axes == piece.axes]
     return [rectangle(block, tile.at, tile.sizes) for tile in wanted] or [flat[:0]]
 
 

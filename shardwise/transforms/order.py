@@ -191,8 +191,9 @@ class Walk:
 
     def find(self, kind: str, unit: str) -> int | None:
         """Where the next such event is; nearly always the very next one."""
-        for index in range(self.position, len(self.actions)):
-            event = self.actions[index].event
+        actions = self.actions
+        for index in range(self.position, len(actions)):
+            event = actions[index].event
             if event.unit == unit and event.kind == kind:
                 return index
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,7 @@ from shardwise.transforms.make_home import make_home
 from shardwise.transforms.metrics import Metrics, read_metrics
 from shardwise.transforms.module_init import InitModule
 from shardwise.transforms.norms import group_norms, whole_norm
+from shardwise.transforms.order import Event
 from shardwise.transforms.passes import Passes, loss_multiplier
 from shardwise.transforms.resharding import Origin
 from shardwise.transforms.restoring import FromCheckpoint
@@ -51,6 +53,8 @@ from shardwise.transforms.scalars import changed_metrics, check_counts, other_me
 from shardwise.transforms.settle import Failure, agree_on_batch, raise_failure, settle
 from shardwise.transforms.starting import Starter
 from shardwise.transforms.tensor_sums import run_sums
+from shardwise.transforms.trace import trace
+from shardwise.transforms.trace_stage import stage_for_trace
 from shardwise.transforms.unit_runtime import UnitRuntime
 from shardwise.transforms.update import run_update
 
@@ -116,7 +120,13 @@ class RankProgram:
         self._settled = False
         self.debug = debug
         self.passes = Passes(
-            self.stage, self.engine, self.mover, self.buffer_sites, device=device, debug=debug
+            self.stage,
+            self.engine,
+            self.mover,
+            self.buffer_sites,
+            device=device,
+            debug=debug,
+            events_of=self._events_of,
         )
 
     # -- init -------------------------------------------------------------------------------
@@ -264,25 +274,12 @@ class RankProgram:
         """Once: agree with the other ranks, and lower in the order that a trace has shown."""
         if self._settled:
             if self.debug:
-                agree_on_batch(batch, self.mover.transport)
+                agree_on_batch(batch, self.mover.transport, self.lowering.plan)
             return
-        # A trace runs the user's code on fake tensors, and modules cache what they compute: the
-        # template that it runs on is thrown away.
-        plan = self.lowering.plan
-        template = make_template(self.lowering.module, plan.infos, self.device)
-        sites = find_buffers(template.module)
-        buffers = cast_buffers(read_buffers(self.buffer_sites), plan.precision.buffers)
-        bind_buffers(sites, buffers, ())
+        stage, sites = self._stage_for_trace()
         self.lowering = settle(
             self.lowering,
-            Stage(
-                template,
-                plan.units,
-                self.engine,
-                plan.remat,
-                plan.precision.casts,
-                tensor_plan=plan,
-            ),
+            stage,
             batch,
             steps=steps,
             sites=sites,
@@ -290,13 +287,30 @@ class RankProgram:
             device=self.device,
             call=self.mover.call,
         )
-        self.engine.crosser.chosen = self.lowering.crossings
+        self.engine.crosser.take(self.lowering.crossings)
         self.engine.crosser.calls.lengths = self.lowering.lengths
         self.engine.crosser.calls.facts = self.lowering.facts
         prepare_calls(self.stage, self.lowering.facts, self.mover.mesh, self.mover.coords)
         if self.lowering.locates:
             self.stage.locate_all()
         self._settled = True
+
+    def _stage_for_trace(self) -> tuple[Stage, Sites]:
+        return stage_for_trace(self.lowering, self.engine, self.buffer_sites, self.device)
+
+    def _events_of(self, micro: Any) -> Sequence[Event]:
+        """The events of a micro-batch of any size."""
+        stage, sites = self._stage_for_trace()
+        lowering = self.lowering
+        return trace(
+            lowering.plan,
+            stage,
+            lowering.loss_fn,
+            micro,
+            buffers=sites,
+            device=self.device,
+            staying=lowering.staying,
+        ).events
 
     # -- scalars ----------------------------------------------------------------------------
 

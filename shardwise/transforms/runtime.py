@@ -258,6 +258,10 @@ class Engine:
         """Bring an activation to the types that it needs; see [Note: crossings]."""
         return self.crosser.cross(boundary, place, tensor)
 
+    def crosses(self, way: str, /) -> bool:
+        """Whether anything crosses there, as a trace has found."""
+        return way in self.crosser.ways
+
     def look_up(
         self, boundary: Boundary, module: nn.Embedding, run: Run, tokens: Tensor, /
     ) -> Tensor:
@@ -285,7 +289,7 @@ class Engine:
         if not torch.is_grad_enabled():
             return region.forward(*args, **kwargs)
         if not region.spans or self.phase != "train":
-            return checkpointed(region, args, kwargs, self._recomputing, _nothing)
+            return checkpointed(region, args, kwargs, self._recomputing, lambda: None)
         call = call_of(region.name, self._num_calls[region.name])
         self._num_calls[region.name] += 1
         return checkpointed(region, args, kwargs, self._recomputing, lambda: self._end(call))
@@ -394,7 +398,3 @@ class Engine:
 
 
 _PHASES = {"idle": "outside a step", "train": "forward", "eval": "eval", "backward": "backward"}
-
-
-def _nothing() -> None:
-    """Where a region holds no units."""

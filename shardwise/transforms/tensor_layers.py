@@ -42,6 +42,7 @@ class Boundary:
         is_logits: whether its output is over a cut vocabulary.
         rows: of the vocabulary.
         cuts_input: whether a layer's output is a summand, so that its bias has to wait.
+        is_fresh: whether that output is a tensor that nothing else reads.
     """
 
     path: str
@@ -51,11 +52,15 @@ class Boundary:
     is_logits: bool = False
     rows: int = 0
     cuts_input: bool = False
+    is_fresh: bool = False
+
+    def way(self, place: str) -> str:
+        """What the names of crossings at a kind of places (`in` or `out`) begin with."""
+        return f"{self.path}{'' if self.role == 'layer' else f' ({self.role})'} {place}"
 
     def crossing(self, place: str, axis: str) -> str:
         """What a crossing is called in events and reports."""
-        role = "" if self.role == "layer" else f" ({self.role})"
-        return f"{self.path}{role} {place} {axis}"
+        return f"{self.way(place)} {axis}"
 
 
 Run = Callable[[Tensor], Tensor]
@@ -67,6 +72,10 @@ class Crosser(Protocol):
 
     def cross(self, boundary: Boundary, place: str, tensor: Tensor, /) -> Tensor:
         """The tensor on the other side."""
+        ...
+
+    def crosses(self, way: str, /) -> bool:
+        """Whether anything may cross there; see `Boundary.way`."""
         ...
 
     def look_up(
@@ -106,8 +115,16 @@ def find_boundaries(plan: Plan, module: nn.Module) -> tuple[Boundary, ...]:
         if stack and parent and parent not in units and _is_cut(plan, path, layer, ends=1):
             found.setdefault((parent, "region"), Boundary(parent, "region", names, stack))
         logits, rows = _vocabulary(plan, path, layer)
+        sums = _is_cut(plan, path, layer, ends=0)
         found[path, "layer"] = Boundary(
-            path, "layer", names, stack, logits, rows, cuts_input=_is_cut(plan, path, layer, ends=0)
+            path,
+            "layer",
+            names,
+            stack,
+            logits,
+            rows,
+            cuts_input=sums,
+            is_fresh=sums and _is_linear(layer),
         )
     for stack, (first, last, axes) in stacks.items():
         found[first, "begin"] = Boundary(first, "begin", axes, stack)
@@ -233,17 +250,22 @@ def install_boundary(module: nn.Module, boundary: Boundary, guide: Callable[[], 
             return guide().look_up(boundary, module, run, tokens)
 
         inner = look_up
-    adds_bias = boundary.cuts_input and _is_linear_with_bias(module)
+    adds_bias = boundary.cuts_input and _is_linear(module) and _has_bias(module)
+    enters, leaves = boundary.way("in"), boundary.way("out")
 
     @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs:  # nearly always: no containers to walk
-            args = (_crossed(args[0], "in", boundary, guide()),)
-        else:
-            args, kwargs = _crossed((args, kwargs), "in", boundary, guide())
+        now = guide()
+        if now.crosses(enters):
+            if len(args) == 1 and not kwargs:  # nearly always: no containers to walk
+                args = (_crossed(args[0], "in", boundary, now),)
+            else:
+                args, kwargs = _crossed((args, kwargs), "in", boundary, now)
+        if not now.crosses(leaves):
+            return inner(*args, **kwargs)
         if adds_bias:
-            return _crossed_linear(module, args[0], boundary, guide())
-        return _crossed(inner(*args, **kwargs), "out", boundary, guide())
+            return _crossed_linear(module, args[0], boundary, now)
+        return _crossed(inner(*args, **kwargs), "out", boundary, now)
 
     vars(module)["forward"] = forward
 
@@ -265,9 +287,13 @@ def _crossed(tree: Any, way: str, boundary: Boundary, guide: Crosser) -> Any:
     return convert_tensors(tree, convert)
 
 
-def _is_linear_with_bias(module: nn.Module) -> bool:
-    known = type(module).forward is nn.Linear.forward or type(module).__name__ == _TRANSPOSED
-    return known and getattr(module, "bias", None) is not None
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a layer is a product with its weight, and a bias if it has one."""
+    return type(module).forward is nn.Linear.forward or type(module).__name__ == _TRANSPOSED
+
+
+def _has_bias(module: nn.Module) -> bool:
+    return getattr(module, "bias", None) is not None
 
 
 def _crossed_linear(module: Any, x: Tensor, boundary: Boundary, guide: Crosser) -> Tensor:

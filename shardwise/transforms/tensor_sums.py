@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.collectives import Collective, all_reduce_bytes
 from shardwise.sharding.compat import copy_all
-from shardwise.sharding.copies import copied, copies_of, most_copied
+from shardwise.sharding.copies import Copied, copies_of
 from shardwise.sharding.layout import Entry, Layout
 from shardwise.sharding.leaves import Flats
 from shardwise.sharding.lying import rectangle
@@ -33,17 +33,15 @@ class Piece(NamedTuple):
 
     Args:
         bucket: name of the bucket.
-        layout: of its landed gradients.
-        entry: of the parameter.
+        entry: of the parameter in its landed gradients.
         numel: elements that are moved: the most that any rank has.
-        has_copies: whether only what is a copy along the axis is summed.
+        copied: what is a copy, where only that is summed.
     """
 
     bucket: str
-    layout: Layout
     entry: Entry
     numel: int
-    has_copies: bool
+    copied: Copied | None = None
 
 
 class TensorSum(NamedTuple):
@@ -67,13 +65,13 @@ def plan_sums(
     for axis, wanted in paths.items():
         for bucket, sums, entry in _landing(buckets):
             if entry.path in wanted:
-                piece = Piece(bucket, sums, entry, entry.numel, has_copies=False)
+                piece = Piece(bucket, entry, entry.numel)
                 found.setdefault((axis, sums.dtype), []).append(piece)
     for bucket, sums, entry in _landing(buckets):
-        copies = {axis for axes in copies_of(entry.frame, mesh) for axis in axes}
-        for axis in (one for one in mesh if one in copies):
-            numel = most_copied(entry, sums, mesh, axis)
-            piece = Piece(bucket, sums, entry, numel, has_copies=True)
+        axes = {axis for some in copies_of(entry.frame, mesh) for axis in some}
+        copied = Copied(entry, sums, mesh)
+        for axis in (one for one in mesh if one in axes):
+            piece = Piece(bucket, entry, copied.most(axis), copied)
             found.setdefault((axis, sums.dtype), []).append(piece)
     return tuple(_sum(axis, dtype, pieces, mesh) for (axis, dtype), pieces in found.items())
 
@@ -120,9 +118,9 @@ def run_sums(mover: Mover, sums: Sequence[TensorSum], landed: Flats) -> None:
 def _views(mover: Mover, axis: str, piece: Piece, landed: Flats) -> list[Tensor]:
     """What this rank sums of one parameter."""
     block = piece.entry.view(landed[piece.bucket])
-    if not piece.has_copies:
+    if piece.copied is None:
         return [block]
-    tiles = copied(piece.entry, piece.layout, mover.mesh, mover.coords, axis)
+    tiles = piece.copied.along(mover.coords, axis)
     return [rectangle(block, tile.at, tile.sizes) for tile in tiles]
 
 

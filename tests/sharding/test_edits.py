@@ -36,7 +36,7 @@ EDITS = [
     HomeEdit(home="params", axis=("fsdp",)),
     HomeEdit(home="opt", axis=("fsdp", "dp"), where=(("layers.*",),)),
     FreezeEdit(where=(("embed",),)),
-    TensorEdit(axis="dp", names=("heads",), logits="cut"),
+    TensorEdit(axis="dp", names=("d0",), logits="cut", where=(("embed",),)),
     SequenceEdit(axis="dp", active=False),
     KeepEdit(where=(("layers.0",),)),
     PrefetchEdit(distance=1),

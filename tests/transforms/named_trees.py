@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.sharding.checkpoint.records import records_of
 
-SIZES = {"heads": 8, "kv": 2, "hd": 3}
+SIZES = {"heads": 8, "kv": 2, "group": 4, "hd": 3}
 KINDS: dict[str, tuple[tuple[int, ...], str]] = {
     "column": ((8, 6), "mlp embed"),
     "column_bias": ((8,), "mlp"),
@@ -26,6 +26,7 @@ KINDS: dict[str, tuple[tuple[int, ...], str]] = {
     "fused_bias": ((36,), "((heads + kv + kv) hd)"),
     "transposed": ((6, 36), "embed ((heads + kv + kv) hd)"),
     "interleaved": ((72, 6), "(heads 3 hd) embed"),
+    "grouped": ((36, 6), "(kv (group + 1 + 1) hd) embed"),
     "gated": ((16, 6), "(2 mlp) embed"),
     "experts": ((3, 6, 8), "experts embed mlp"),
     "norm": ((6,), "embed"),

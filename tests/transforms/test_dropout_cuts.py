@@ -14,7 +14,7 @@ from shardwise.sharding.errors import RandomError
 from shardwise.sharding.frames import Run
 from shardwise.transforms.draws import Draw, Draws, Rows
 from shardwise.transforms.dropout import masked
-from shardwise.transforms.tensor_context import Cut, in_tensor_context
+from shardwise.transforms.tensor_context import Cut, DropoutCall, in_tensor_context
 from tests.transforms.five_parts import check
 
 pytestmark = pytest.mark.abstract
@@ -79,8 +79,10 @@ class _Cutting:
 
     def __init__(self, cut: Cut) -> None:
         self.cut = cut
+        self.calls: list[DropoutCall] = []
 
-    def cuts_of(self, tensor: Any) -> tuple[Cut, ...]:
+    def cuts_of(self, tensor: Any, call: DropoutCall) -> tuple[Cut, ...]:
+        self.calls.append(call)
         return (self.cut,)
 
 
@@ -88,7 +90,8 @@ def test_a_call_asks_the_context_of_the_pass() -> None:
     draws = Draws(0, 1, Rows(2, 0), located=True)
     cut = Cut(1, (Run(2, 4, 0),), 4)
     x = torch.ones(2, 2, 3)
-    with in_tensor_context(_Cutting(cut)):
+    context: Any = _Cutting(cut)
+    with in_tensor_context(context):
         assert draws.draw(x, "", 0).cuts == (cut,)
         assert draws.draw(x, "", None).cuts == (cut,)
         with pytest.raises(RandomError) as info:
@@ -98,3 +101,6 @@ def test_a_call_asks_the_context_of_the_pass() -> None:
         shape=(2, 2, 3), batch_dim=-2,
     )  # fmt: skip
     assert draws.draw(x, "", 0).cuts == ()
+    assert context.calls == [
+        ("loss_fn", "", 0), ("loss_fn", "", 1), ("loss_fn", "merged", 0),
+    ]  # fmt: skip

@@ -132,3 +132,82 @@ def test_a_fused_weight_is_not_cut_in_one_part_only() -> None:
     assert "cut: heads; whole: kv." in text
     assert "names= that cut kv as well" in caught.value.fix
     assert caught.value.numbers["whole"] == "kv"
+
+
+class Grouped(nn.Module):
+    """q heads beside the k and v that they share, kv head by kv head, as in Falcon."""
+
+    def __init__(self, kv: int, group: int) -> None:
+        super().__init__()
+        self.kv, self.group, self.hd = kv, group, 4
+        self.qkv = nn.Linear(8, kv * (group + 2) * self.hd)
+        self.out = nn.Linear(kv * group * self.hd, 8)
+        rows = "(kv (group + 1 + 1) hd)"
+        self.axes = {
+            "qkv.weight": f"{rows} embed",
+            "qkv.bias": rows,
+            "out.weight": "embed (heads hd)",
+            "out.bias": "embed",
+            "kv": "kv",
+            "group": "group",
+            "hd": "hd",
+        }
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        qkv = qkv.unflatten(-1, (self.kv, self.group + 2, self.hd)).movedim(1, -2)
+        q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]
+        y = (q @ k.transpose(-1, -2) / 2).softmax(-1) @ v
+        return y.flatten(1, 2).transpose(1, 2).flatten(-2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attend = sw.local(self.attend, in_specs=(None,), out_specs="batch seq heads/tp")
+        return x + self.out(attend(self.qkv(x)))
+
+
+def squares(model: nn.Module, x: Tensor) -> sw.Mean:
+    out = model(x)
+    return sw.Mean(out.square().sum(), x.shape[0])
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+GROUPED = {
+    "kv heads suffice": (4, 2, {"tp": 2}, "(kv/tp (group + 1 + 1) hd) embed"),
+    "two share one": (2, 4, {"fsdp": 2, "tp": 4}, "(kv/tp0 (group/tp1 + 1 + 1) hd) embed"),
+    "all share one": (1, 4, {"tp": 4}, "(kv (group/tp + 1 + 1) hd) embed"),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_heads_beside_the_kv_that_they_share(kind: str) -> None:
+    """Ranks with copies of a kv head divide the heads of its group."""
+    kv, group, axes, spec = GROUPED[kind]
+    torch.manual_seed(0)
+    model = nn.Sequential(Grouped(kv, group), Grouped(kv, group)).double()
+    data = [torch.randn(4, 3, 8, dtype=torch.float64) for _ in range(2)]
+    plan = sw.plan(
+        model,
+        sw.Mesh(**axes),
+        sw.tensor_parallel("tp"),
+        *([sw.zero(3, "fsdp")] if "fsdp" in axes else []),
+        sizes={"heads": kv * group},
+    )
+    assert str(plan.compute["0.qkv.weight"].with_(dtype="float32")) == spec
+    want = one_process(model, squares, data, momentum, parts=axes.get("fsdp", 1))
+    assert_same(sharded(model, plan, squares, data, sw.optim.sgd(0.1, momentum=0.9)), want)
+
+
+def test_a_group_that_ranks_cannot_divide_is_refused() -> None:
+    with pytest.raises(PlanError) as caught:
+        sw.plan(
+            nn.Sequential(Grouped(2, 3)),
+            sw.Mesh(tp=4),
+            sw.tensor_parallel("tp", where="*qkv*"),
+        )
+    text = str(caught.value)
+    assert "tensor_parallel('tp', where='*qkv*') cannot cut 'group' of 2 of" in text
+    assert "group is 3; 2 ranks share one of kv; 3 % 2 == 1." in text
+    assert "make the axis 'tp' smaller" in caught.value.fix
+    assert caught.value.numbers["remainder"] == 1
