@@ -42,8 +42,8 @@ def copies_of(frame: Frame | None, mesh: Mesh) -> tuple[tuple[str, ...], ...]:
     >>> copies_of(make_frame(spec, (12,), mesh, {"heads": 4, "kv": 2, "hd": 2}), mesh)
     (('tp1',),)
     """
-    if frame is None or all(len(segments) == 1 for segments in frame.segments):
-        return ()  # what is cut as one has no part that is cut otherwise
+    if frame is None or not frame.has_copies:
+        return ()
 
     def tiles_at(coords: Coords) -> Iterable[Tile]:
         return frame.tiles(mesh.index(frame.axes, coords))

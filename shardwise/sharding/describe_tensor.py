@@ -34,7 +34,7 @@ def tensor_lines(derived: Derived) -> Iterator[str]:
         shown = ", ".join(f"{render_group(group)} = {ints[group[0]]}" for group in groups)
         yield f"integers on every rank: {shown}"
     if tensor.guessed:
-        yield f"axes of {len(tensor.guessed)} parameters are guesses; axes= confirms or corrects"
+        yield f"guessed axes: {_count(len(tensor.guessed))}; axes= confirms or corrects them"
 
 
 def _names(axis: TensorAxis, mesh: Mesh) -> str:
@@ -66,6 +66,15 @@ def _whole(derived: Derived) -> str:
         if reason is not None:
             groups.setdefault(reason, []).append(math.prod(info.shape))
     return ", ".join(
-        f"{reason} ({len(sizes)} parameters, {sum(sizes):,} elements)"
+        f"{reason} ({_count(len(sizes))}, {sum(sizes):,} elements)"
         for reason, sizes in groups.items()
     )
+
+
+def _count(number: int) -> str:
+    """A number of parameters.
+
+    >>> _count(1), _count(2)
+    ('1 parameter', '2 parameters')
+    """
+    return f"{number} parameter{'s' if number != 1 else ''}"

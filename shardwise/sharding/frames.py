@@ -73,6 +73,12 @@ class Frame:
         """Dimensions that are cut."""
         return tuple(dim for dim, size in enumerate(self.shape) if self.block[dim] != size)
 
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether several places along `axes` hold the same rectangle."""
+        tiles = [tile for place in range(len(self.cuts)) for tile in self.tiles(place)]
+        return len(set(tiles)) < len(tiles)
+
     def tiles(self, place: int) -> Iterator[Tile]:
         """The rectangles of one place's block; none where it holds padding only."""
         yield from tiles_of(self.cuts[place])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -82,7 +82,8 @@ class Lying:
         copies lie at the same rows of their blocks, so data axes cut them alike.
         """
         found = self.tiles(part)
-        if self.entry.frame is None or part < self.data_parts:
+        frame = self.entry.frame
+        if frame is None or not frame.has_copies or part < self.data_parts:
             return found
         before = {
             tile
@@ -91,12 +92,37 @@ class Lying:
         }
         return tuple(tile for tile in found if tile not in before)
 
+    def parts_touching(self, tile: Tile) -> Iterator[int]:
+        """The parts that may hold some of a rectangle, in order, found without a look at all."""
+        dim, block = self.entry.dim, max(1, self.entry.block[self.entry.dim])
+        frame = self.entry.frame
+        whole = tuple((Run(0, size, 0),) for size in self.entry.shape)
+        for place, cut in enumerate((whole,) if frame is None else frame.cuts):
+            inside = [
+                _between(runs, start, start + size)
+                for runs, start, size in zip(cut, tile.offsets, tile.sizes, strict=True)
+            ]
+            if all(inside):
+                spans = (range(a // block, -(-b // block)) for a, b in inside[dim])
+                parts = sorted({part for span in spans for part in span})
+                yield from (place * self.data_parts + part for part in parts)
+
     def parts_over(self, start: int, stop: int) -> range:
         """The parts that have some of these rows, of a tensor that no tensor axis cuts."""
         if len(self.grid.holders) == 1:
             return range(1)
         chunk = max(1, self.entry.block[self.entry.dim])
         return range(start // chunk, min(-(-stop // chunk), len(self.grid.holders)))
+
+
+def _between(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
+    """Where rows of the tensor are in a block that holds these runs: begin and end of each part."""
+    found: list[tuple[int, int]] = []
+    for run in runs:
+        first, last = max(run.start, start), min(run.stop, stop)
+        if first < last:
+            found.append((first - run.start + run.at, last - run.start + run.at))
+    return found
 
 
 def runs_in(entry: Entry, place: int, part: int, parts: int) -> tuple[Runs, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -84,9 +85,11 @@ def needed(window: Window, source: Lying, target: Lying, rank: int) -> Iterator[
     here = target.grid.part_of[rank]
     mine = source.grid.part_of[rank]
     if is_framed(source, target):
-        for part in range(len(source.grid.holders)):
+        wanted = target.tiles(here)
+        for part in _touching(source, wanted):
             peer = rank if part == mine else source.grid.holder_for(part, rank)
-            for patch in _patches(window, source, target, part, rank):
+            given = _given(source, part, rank)
+            for patch in _patches(window, source, target, given, wanted):
                 yield Piece(window.path, peer, _NO_ROWS, _NO_ROWS, patch)
         return
     for part in _overlapping(source, target, target.rows(here)):
@@ -102,9 +105,12 @@ def sent_by(window: Window, source: Lying, target: Lying, rank: int) -> Iterator
     if len(source.grid.holders) == 1:
         return
     if is_framed(source, target):
-        for peer, part in enumerate(source.grid.part_of):
-            if part != mine and source.grid.holder_for(mine, peer) == rank:
-                for patch in _patches(window, source, target, mine, peer):
+        parts = _touching(target, source.first_tiles(mine))
+        for peer in sorted(peer for part in parts for peer in target.grid.holders[part]):
+            if source.grid.part_of[peer] != mine and source.grid.holder_for(mine, peer) == rank:
+                given = _given(source, mine, peer)
+                wanted = target.tiles(target.grid.part_of[peer])
+                for patch in _patches(window, source, target, given, wanted):
                     yield Piece(window.path, peer, _NO_ROWS, _NO_ROWS, patch)
         return
     source_rows = source.rows(mine)
@@ -122,18 +128,29 @@ def is_framed(source: Lying, target: Lying) -> bool:
     return source.entry.frame is not None or target.entry.frame is not None
 
 
-def _patches(rows: Window, source: Lying, target: Lying, part: int, rank: int) -> Iterator[Patch]:
+def _touching(lying: Lying, tiles: Sequence[Tile]) -> list[int]:
+    """The parts of one side that may overlap rectangles, in order."""
+    return sorted({part for tile in tiles for part in lying.parts_touching(tile)})
+
+
+def _given(source: Lying, part: int, rank: int) -> tuple[Tile, ...]:
     """What a rank takes of a part of the source; of copies it takes its own, else the first."""
     mine = source.grid.part_of[rank]
     tiles = source.tiles(mine)
-    if part != mine:
-        tiles = tuple(tile for tile in source.first_tiles(part) if tile not in tiles)
+    if part == mine:
+        return tiles
+    return tuple(tile for tile in source.first_tiles(part) if tile not in tiles)
+
+
+def _patches(
+    rows: Window, source: Lying, target: Lying, given: Sequence[Tile], wanted: Sequence[Tile]
+) -> Iterator[Patch]:
+    """What rectangles of both sides have in common."""
     side = (source if rows.of_source else target).entry
-    for given in tiles:
-        for wanted in target.tiles(target.grid.part_of[rank]):
-            patch = _clipped_patch(rows, given, wanted, side.dim)
-            if all(patch.sizes):
-                yield patch
+    for one, other in itertools.product(given, wanted):
+        patch = _clipped_patch(rows, one, other, side.dim)
+        if all(patch.sizes):
+            yield patch
 
 
 def _clipped_patch(rows: Window, given: Tile, wanted: Tile, dim: int) -> Patch:

@@ -127,7 +127,7 @@ def cut_tensors(
 
 def _names_to_cut(one: Asked, info: ParamInfo, cuts: Cuts) -> tuple[str, ...]:
     wanted = CUT if one.names is None else one.names
-    known = (*wanted, *(WHOLE if one.names is None else one.known))
+    known = tuple(dict.fromkeys((*wanted, *(WHOLE if one.names is None else one.known))))
     for name in info.axes.names:
         if name not in known and not _is_anonymous(info.axes):
             cuts.failures.append(

@@ -54,7 +54,7 @@ def resolve_cuts(draft: TensorDraft, base: Base, infos: dict[str, ParamInfo]) ->
         asked.append(Asked(edit.axis, names, known, paths, edit.by, listed=edit.names is not None))
     cuts = cut_tensors(base.mesh, asked, infos, base.naming.sizes)
     for one in asked if not cuts.failures else ():
-        _check_names_occur(one, infos)
+        _check_names_occur(one, infos, base)
     for axis, edit in draft.sequences.items():
         if not edit.active:
             continue
@@ -73,7 +73,7 @@ def resolve_cuts(draft: TensorDraft, base: Base, infos: dict[str, ParamInfo]) ->
     return cuts.mesh, cuts
 
 
-def _check_names_occur(one: Asked, infos: Mapping[str, ParamInfo]) -> None:
+def _check_names_occur(one: Asked, infos: Mapping[str, ParamInfo], base: Base) -> None:
     """Refuse an edit that leaves everything whole: nobody would notice."""
     wanted = CUT if one.names is None else one.names
     chosen = [infos[path] for path in one.paths]
@@ -96,12 +96,15 @@ def _check_names_occur(one: Asked, infos: Mapping[str, ParamInfo]) -> None:
     anonymous = [info.axes == Axes.anonymous(info.axes.ndim) for info in chosen]
     pairs = zip(chosen, anonymous, strict=True)
     names = tuple(dict.fromkeys(name for info, no in pairs if not no for name in info.axes.names))
+    rules = base.rules.pairs if base.rules else ()
+    over = ", ".join(dict.fromkeys(axis for _, axes in rules for axis in axes))
+    told = f"none: the rules cut over {over or 'no axis'}"
     raise PlanError(
         f"{one.by} cuts none of {len(chosen)} parameters.",
         where=where,
         facts=[
             f"{sum(anonymous)} have no named axes; the others have: {', '.join(names) or 'none'}.",
-            f"names to cut over {one.axis!r}: {', '.join(wanted) or 'none by the rules'}.",
+            f"names to cut over {one.axis!r}: {', '.join(wanted) or told}.",
         ],
         why="Axes come from axes=, from modules, from the family of a model, or are guessed from "
         "well-known names of layers; what has no name stays whole on every rank.",

@@ -189,7 +189,7 @@ def check_axes(
                 "model sees it.",
                 fix=f"leave {axis!r} out, or sw.tensor_parallel({axis!r}) in the plan"
                 if known
-                else nearest(axis, [*axes, *mesh.names]),
+                else nearest(axis, dict.fromkeys([*axes, *mesh.names])),
                 axis=axis,
             )
 

@@ -107,7 +107,7 @@ class DeclaredTrace:
                 else:
                     kind = self._joined(tensors, axis)
                 self._types.set(one, axis, kind)
-        left = [self._leave(name, at, one) for at, one in enumerate(results)]
+        left = [self._leave(name, at, one, cut) for at, one in enumerate(results)]
         return left[0] if region.returns_one else tuple(left)
 
     def _name(self, what: str) -> str:
@@ -214,9 +214,9 @@ class DeclaredTrace:
         except TypeMismatch as mismatch:
             raise mismatch.error(self._places.path) from mismatch
 
-    def _leave(self, name: str, at: int, result: Tensor) -> Tensor:
-        """What is whole has a whole gradient again."""
-        for axis in self._types.axes:
+    def _leave(self, name: str, at: int, result: Tensor, cut: Sequence[str]) -> Tensor:
+        """What is whole has a whole gradient again, along axes with blocks inside."""
+        for axis in cut:
             kind = self._types.of(result, axis) if result.requires_grad else Constant()
             first = Crossing("first", axis) if isinstance(kind, Replicated) else None
             boundary = Boundary(name, "call", (axis,))

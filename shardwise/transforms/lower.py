@@ -51,8 +51,9 @@ class Lowered(Lowering):
             key = (item.reason, item.kind, item.axis)
             number, nbytes = totals.get(key, (0, 0))
             totals[key] = (number + 1, nbytes + item.nbytes)
+        width = max((len(reason) + 2 for reason, _, _ in totals), default=0)
         lines += [
-            f"  {reason:<10}{kind:<15}{axis:<8}x{number:<5}{nbytes:>16,} B"
+            f"  {reason:<{max(width, 10)}}{kind:<15}{axis:<8}x{number:<5}{nbytes:>16,} B"
             for (reason, kind, axis), (number, nbytes) in totals.items()
         ]
         lines += self._crossing_lines()

@@ -191,9 +191,7 @@ class TracedCalls:
         Raises:
             PlanError: the rows or the weights are cut otherwise.
         """
-        kinds = {
-            axis: _type_of_rows(self._types, axis, rows, weights) for axis in self._types.axes
-        }
+        kinds = {axis: _type_of_rows(self._types, axis, rows, weights) for axis in self._types.axes}
         with self._untyped():
             result = run(rows, *weights, *args)
         self._types.set(result, kinds)

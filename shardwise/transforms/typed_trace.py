@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.sharding.errors import PlanError, summarise
+from shardwise.sharding.functional import bound
 from shardwise.sharding.plan import Plan
 from shardwise.transforms.activation_types import (
     Constant,
@@ -95,8 +97,14 @@ class Typed:
         """What a rank finds of a cut vocabulary: a summand."""
         with self.mode.untyped():
             found = cut_lookup(module, run, tokens, place=0, rows=boundary.rows, check=False)
-        kinds: dict[str, Type] = {axis: Free() for axis in self.types.axes}
-        self.types.set(found, kinds | {axis: Partial() for axis in boundary.axes})
+        weight = bound(module.weight)
+        kinds = {axis: self.types.of(weight, axis) for axis in self.types.axes}
+        for axis, kind in kinds.items():
+            if axis in boundary.axes:
+                kinds[axis] = Partial()
+            elif isinstance(kind, Sharded):
+                kinds[axis] = replace(kind, dim=found.ndim - 1)
+        self.types.set(found, kinds)
         return found
 
     def _enter(self, name: str, tensor: Tensor, axis: str) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.sharding.checkpoint.placing import own_chunks, place
 from shardwise.sharding.checkpoint.records import Record
-from shardwise.sharding.frames import make_frame, tiles_of
+from shardwise.sharding.frames import Tile, make_frame, tiles_of
 from shardwise.sharding.layout import Layout, make_layout
 from shardwise.sharding.lying import Lying, grids_of, local_runs, lying_of, rectangle
 from shardwise.sharding.mesh import Mesh
@@ -125,3 +125,24 @@ def test_any_layout_is_filled_from_any_other(data: st.DataObject) -> None:
         assert not any(sent.values())
     for rank in range(4):
         assert torch.equal(fresh.view(fills[rank].target), fresh.view(want[rank]))
+
+
+@given(layouts(), st.data())
+def test_parts_that_touch_a_rectangle_are_found_without_a_look_at_all(
+    made: tuple[Mesh, Layout], data: st.DataObject
+) -> None:
+    lying = _lying(*made)
+    starts = [data.draw(st.integers(0, size - 1)) for size in lying.shape]
+    sizes = [
+        data.draw(st.integers(1, size - start))
+        for start, size in zip(starts, lying.shape, strict=True)
+    ]
+    mask = torch.zeros(lying.shape)
+    rectangle(mask, starts, sizes).fill_(1)
+    touching = [
+        part
+        for part in range(len(lying.grid.holders))
+        if any(rectangle(mask, tile.offsets, tile.sizes).any() for tile in lying.tiles(part))
+    ]
+    found = list(lying.parts_touching(Tile(tuple(starts), tuple(sizes), (0,) * len(starts))))
+    assert found == touching

@@ -122,9 +122,7 @@ def alone(model: nn.Module, data: Sequence[Tensor], *, parts: int = 1) -> Run:
     )
 
 
-def check_alone(
-    model: nn.Module, plan: sw.Plan, data: Sequence[Tensor], *, parts: int = 1
-) -> None:
+def check_alone(model: nn.Module, plan: sw.Plan, data: Sequence[Tensor], *, parts: int = 1) -> None:
     """Equal to one process."""
     assert_same(run(model, plan, data), alone(model, data, parts=parts))
 

@@ -244,8 +244,8 @@ def test_what_is_no_summand() -> None:
 def test_a_cut_of_another_dimension() -> None:
     error = refused(on_hidden("batch seq/tp mlp"))
     check(
-        error, PlanError, "x: sharded on dim 2, (4, 6, 8)", "cannot become cut on dim 1 in one step",
-        "declare it whole before", dims=(2, 1),
+        error, PlanError, "x: sharded on dim 2, (4, 6, 8)",
+        "cannot become cut on dim 1 in one step", "declare it whole before", dims=(2, 1),
     )  # fmt: skip
 
 

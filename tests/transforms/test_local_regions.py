@@ -53,7 +53,7 @@ def by_hand(block: Block, x: Tensor) -> Tensor:
     return sw.constrain(part, "batch seq embed") + block.down.bias
 
 
-def with_whole_weight(block: Block, x: Tensor) -> Tensor:
+def with_whole_weight(block: Any, x: Tensor) -> Tensor:
     """A whole parameter that every rank applies to its own block, and one that all apply alike."""
 
     def scale(h: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,8 +62,16 @@ def with_whole_weight(block: Block, x: Tensor) -> Tensor:
     run = sw.local(
         scale, in_specs=("batch seq mlp/tp", "embed"), out_specs=("batch seq mlp/tp", "embed")
     )
-    h, again = run(F.relu(block.up(x)), block.norm.bias)
+    h, again = run(F.relu(block.up(x)), block.scale)
     return block.down(h) + again
+
+
+class Scaled(Block):
+    """With a parameter that nothing else uses."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.scale = nn.Parameter(torch.ones(8))
 
 
 def to_whole(block: Block, x: Tensor) -> Tensor:
@@ -98,7 +106,8 @@ FORMS: dict[str, Run] = {
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_training_is_that_of_one_process(name: str, ranks: int) -> None:
-    model = stack(Block(FORMS[name]), Block(plain))
+    kind = Scaled if name == "whole weight" else Block
+    model = stack(kind(FORMS[name]), Block(plain))
     check_alone(model, plan_of(model, sw.Mesh(tp=ranks)), tokens_of())
 
 
@@ -156,7 +165,7 @@ def test_what_it_moves() -> None:
 def test_it_is_the_function_itself_elsewhere() -> None:
     run_ = sw.local(torch.mul, in_specs=("batch mlp/tp", None), out_specs="batch mlp/tp")
     assert run_(torch.ones(2, 3), 4.0).equal(torch.full((2, 3), 4.0))
-    model, data = stack(Block(by_hand), Block(with_whole_weight)), tokens_of()
+    model, data = stack(Block(by_hand), Scaled(with_whole_weight)), tokens_of()
     alone = run(model, sw.plan(model, sw.Mesh(fsdp=2)), data)
     assert_bits(run(model, plan_of(model, sw.Mesh(fsdp=2, tp=1)), data), alone)
 
@@ -260,8 +269,8 @@ def test_what_needs_types_inside(call: str) -> None:
 
 
 def test_axes_and_dimensions_that_do_not_fit() -> None:
-    error = refused(on_hidden(lambda block, h: h, out_specs="batch seq mlp/pt"))
-    check(error, PlanError, "sw.local marks 'pt'", "did you mean 'tp'?", axis="pt")
+    error = refused(on_hidden(lambda block, h: h, out_specs="batch seq mlp/tpp"))
+    check(error, PlanError, "sw.local marks 'tpp'", "did you mean 'tp'?", axis="tpp")
     error = refused(on_hidden(lambda block, h: h, in_specs="batch mlp/tp"))
     check(error, PlanError, "sw.local(fn, in_specs=) names 2 dimensions", ndim=2)
     error = refused(on_hidden(lambda block, h: h.sum(-1)))
@@ -320,16 +329,3 @@ def test_blocks_with_padding() -> None:
         info.value, BatchError, "A sequence of 7 cannot be cut over 2 ranks", "7 % 2 == 1",
         length=7, ranks=2,
     )  # fmt: skip
-
-
-def test_arguments_that_do_not_go_together_along_another_axis() -> None:
-    def forward(block: Block, x: Tensor) -> Tensor:
-        run_ = sw.local(
-            torch.add, in_specs=("batch seq embed", "batch seq embed"), out_specs="batch seq embed"
-        )
-        replicated = sw.local(torch.sin, in_specs="batch seq mlp/tp", out_specs="batch seq mlp/tp")
-        del replicated
-        return plain(block, run_(x, x))
-
-    model = stack(Block(forward), Block(plain))
-    check_alone(model, plan_of(model, MESH), tokens_of())

@@ -139,7 +139,7 @@ def has_placements(path: str, drawn: Drawn, plan: sw.Plan) -> bool:
     if kind == "vocabulary":  # uneven: over one axis, on a dimension that no other cuts
         return "tp" in plan.mesh.names and drawn.on != 0
     if kind == "grouped":  # kv is the first part of the product, until ranks share one of two
-        return "tp" in plan.mesh.names and drawn.on != 0
+        return "tp" in plan.mesh.names
     return not ("fused" in kind or kind in ("transposed", "gated"))
 
 
