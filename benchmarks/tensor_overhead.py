@@ -2,10 +2,11 @@
 
 `plain` is a module that is as small as what one rank has: it computes what each rank computes and
 moves nothing. Beside it that module with all-reduces written into it by hand, and the whole module
-under `parallelize_module` (column- and row-parallel DTensors) and under `tensor_parallel`. Tiny dimensions on a fake group: collectives return at once,
-so what is measured is the Python and dispatch work that a system adds. Variants run round-robin in
-one process, one thread; process time, medians of paired per-round ratios with quartiles, of a
-forward and backward pass and of a whole step with SGD. Written to `benchmarks/TENSOR.md`.
+under `parallelize_module` (column- and row-parallel DTensors) and under `tensor_parallel`. Tiny
+dimensions on a fake group: collectives return at once, so what is measured is the Python and
+dispatch work that a system adds. Variants run round-robin in one process, one thread; process time,
+medians of paired per-round ratios with quartiles, of a forward and backward pass and of a whole
+step with SGD. Written to `benchmarks/TENSOR.md`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
@@ -173,9 +175,10 @@ def by_dtensor(batch: Tensor, *, steps: bool) -> Pass:
     """The whole model with its linear layers as DTensors."""
     mesh = init_device_mesh("cpu", (WORLD,))
     model = Model()
-    styles = {name: ColwiseParallel() for name in COLUMNS}
+    styles: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in COLUMNS}
     styles |= {name: RowwiseParallel() for name in ROWS}
     for layer in model.layers:
+        assert isinstance(layer, Layer)
         layer.heads //= WORLD
         parallelize_module(layer, mesh, styles)
     return by_torch(model, batch, steps=steps)
@@ -229,8 +232,9 @@ def main() -> None:
         written[heading] = grid + told
         print(f"{heading}\n\n{grid}{told}\n")
     said = (
-        f"{LAYERS} transformer layers of {WIDTH} channels over {WORLD} ranks of a fake group, 2 rows of 4; "
-        f"process time, one thread, medians and quartiles of {options.rounds} rounds; {machine()}."
+        f"{LAYERS} transformer layers of {WIDTH} channels over {WORLD} ranks of a fake group, 2 "
+        f"rows of 4 tokens; process time, one thread, medians and quartiles of {options.rounds} "
+        f"rounds; {machine()}."
     )
     put(options.page, f"{ABOUT}\n\n{said}", written)
     dist.destroy_process_group()

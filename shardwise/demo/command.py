@@ -79,7 +79,9 @@ def demo(  # noqa: PLR0917 - typer reads options from parameters
             run(options)
             return
         ranks = ranks or _num_ranks(axes)
-        Mesh(world=ranks, **axes)  # a mesh that does not fit fails before any process starts
+        Mesh(
+            world=ranks, links=None, **axes
+        )  # a mesh that does not fit fails before any process starts
         if ranks == 1:
             run(options)
         else:

@@ -72,7 +72,7 @@ def prepare(options: Options, *, clip: bool = True, dtype: torch.dtype = torch.f
 
 def lower(options: Options, *, clip: bool = True, dtype: torch.dtype = torch.float32) -> sw.Lowered:
     """The program of the GPT over all ranks of this job, traced on a batch that does not exist."""
-    plan = make_plan(sw.Mesh(**dict(options.mesh)), options, dtype)
+    plan = make_plan(sw.Mesh(links=None, **dict(options.mesh)), options, dtype)
     rows = -(-options.rows // plan.mesh.product(plan.batch))
     tokens = sw.like((rows, _CONTEXT), torch.int64)
     batch = {"tokens": tokens, "targets": tokens}

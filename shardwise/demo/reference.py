@@ -78,4 +78,5 @@ def _over_data_axes(plan: sw.Plan, options: Options, dtype: torch.dtype) -> sw.P
     if not plan.tensor.axes:
         return plan
     sizes = {axis: plan.mesh[axis] for axis in plan.batch} or {"fsdp": 1}
-    return engine.make_plan(sw.Mesh(**sizes), replace(options, sequence=False), dtype)
+    mesh = sw.Mesh(links=None, **sizes)
+    return engine.make_plan(mesh, replace(options, sequence=False), dtype)

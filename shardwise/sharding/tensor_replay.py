@@ -173,10 +173,9 @@ def _is_cut(place: str, base: Base, frames: Mapping[str, Frame]) -> bool:
     module is the nearest one above that has parameters at all.
     """
     above = place.split(".")[:-1]
-    while above:
-        prefix = ".".join(above) + "."
+    while True:
+        prefix = ".".join([*above, ""])
         inside = [info.path for info in base.infos if info.path.startswith(prefix)]
-        if inside:
+        if inside or not above:
             return any(path in frames for path in inside)
         above = above[:-1]
-    return False

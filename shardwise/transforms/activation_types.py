@@ -79,6 +79,7 @@ class Sharded:
         rows: global rows, where the last blocks are padded.
         stack: list of modules between which the sequence is cut; only there its length is known.
         copies: ranks that follow each other and hold the same block.
+        mixed: the same for each piece, where they differ.
 
     >>> str(Sharded(2, (8,))), str(Sharded(2, (8, 4, 4))), str(Sharded(0, (3,), rows=5))
     ('sharded on dim 2', 'sharded on dim 2 in segments 8|4|4', 'sharded on dim 0 of 5 rows, padded')
@@ -89,13 +90,20 @@ class Sharded:
     rows: int | None = None
     stack: str = ""
     copies: int = 1
+    mixed: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         parts = "|".join(map(str, self.segments))
         cut = f" in segments {parts}" if len(self.segments) > 1 else ""
         padded = "" if self.rows is None else f" of {self.rows} rows, padded"
         copied = f", {self.copies} copies of each block" if self.copies > 1 else ""
+        copied += f", {'|'.join(map(str, self.mixed))} copies of its segments" if self.mixed else ""
         return f"sharded on dim {self.dim}{cut}{padded}{copied}"
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether several ranks hold some of the rows, so that a sum would count them twice."""
+        return self.copies > 1 or bool(self.mixed)
 
     @property
     def may_be_padded(self) -> bool:

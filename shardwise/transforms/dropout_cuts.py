@@ -7,7 +7,7 @@ that is merged with the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -68,8 +68,8 @@ def cuts_at(
     """
     cuts: list[Cut] = []
     for one in found:
-        kind, ranks = one.kind, mesh[one.axis] // one.kind.copies
-        place = mesh.index(mesh.parts(one.axis), coords) // kind.copies
+        kind, ranks = one.kind, mesh[one.axis]
+        place = mesh.index(mesh.parts(one.axis), coords)
         if kind.dim >= tensor.ndim:
             raise _other_length(call, tensor, kind, 0)
         length = tensor.shape[kind.dim]
@@ -80,7 +80,9 @@ def cuts_at(
         if kind.stack:
             known = length_of(kind.stack)
             rows = known if -(-known // ranks) == length else 0
-        cuts.append(_cut(kind.dim, segments, ranks, place, rows))
+        copies = kind.mixed or (kind.copies,) * len(segments)
+        blocks = [(size, ranks // n, place // n) for size, n in zip(segments, copies, strict=True)]
+        cuts.append(_cut(kind.dim, blocks, rows))
     return tuple(cuts)
 
 
@@ -97,18 +99,23 @@ def _segments(kind: Sharded, length: int) -> tuple[int, ...] | None:
     return None
 
 
-def _cut(dim: int, segments: tuple[int, ...], ranks: int, place: int, rows: int) -> Cut:
+def _cut(dim: int, blocks: Sequence[tuple[int, int, int]], rows: int) -> Cut:
     """A block whose pieces are each a block of a piece of the whole.
 
-    >>> _cut(1, (4, 2), 2, 1, 0)
+    Args:
+        dim: that is cut.
+        blocks: of each piece, the length here, into how many it is cut, and which one this is.
+        rows: of the whole, if the last blocks are padded.
+
+    >>> _cut(1, [(4, 2, 1), (2, 2, 1)], 0)
     Cut(dim=1, runs=(Run(start=4, stop=8, at=0), Run(start=10, stop=12, at=4)), size=12)
-    >>> _cut(1, (4,), 2, 1, 7)
+    >>> _cut(1, [(4, 2, 1)], 7)
     Cut(dim=1, runs=(Run(start=4, stop=7, at=0),), size=7)
     """
-    size = rows or ranks * sum(segments)
+    size = rows or sum(length * ranks for length, ranks, _ in blocks)
     runs: list[Run] = []
     start = at = 0
-    for length in segments:
+    for length, ranks, place in blocks:
         first = min(start + place * length, size)
         runs.append(Run(first, min(first + length, size), at))
         start, at = start + ranks * length, at + length

@@ -20,15 +20,9 @@ from shardwise.sharding.movement import Mover, Transport, packed_sum
 from shardwise.sharding.state import Life, State, adopt
 from shardwise.transforms.background import Background
 from shardwise.transforms.binding import Stage
-from shardwise.transforms.buffer_sync import (
-    average_buffers,
-    bind_buffers,
-    find_buffers,
-    read_buffers,
-)
+from shardwise.transforms.buffer_sync import Sites, average_buffers, find_buffers, read_buffers
 from shardwise.transforms.call_facts import prepare_calls
 from shardwise.transforms.carry import FromState
-from shardwise.transforms.casts import cast_buffers
 from shardwise.transforms.finite import (
     agree_on_fault,
     agree_on_range,

@@ -70,8 +70,8 @@ def contract(
             f"dim {kind.dim} is contracted, which is padded to more than {kind.rows} rows",
             rows=kind.rows,
         )
-    if kind.stack or kind.copies > 1:
-        held = f"copied on {kind.copies} ranks" if kind.copies > 1 else "padded for odd lengths"
+    if kind.stack or kind.is_copied:
+        held = f"copied on {kind.copies} ranks" if kind.is_copied else "padded for odd lengths"
         raise call.mismatch(
             f"dim {kind.dim} is contracted, of which blocks are {held}", copies=kind.copies
         )

@@ -40,7 +40,7 @@ def _reduction(call: Call) -> Type | Sequence[Type]:
     if kind.dim not in dims:
         lost = 0 if call.given.get("keepdim") else sum(dim < kind.dim for dim in dims)
         return [replace(kind, dim=kind.dim - lost)] * len(call.outputs)
-    if call.op == "sum" and not kind.may_be_padded and kind.copies == 1:
+    if call.op == "sum" and not kind.may_be_padded and not kind.is_copied:
         return Partial()
     raise call.mismatch(
         f"{call.op} runs over dim {kind.dim}, of which each rank has only "

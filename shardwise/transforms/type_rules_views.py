@@ -51,7 +51,7 @@ def _view(call: Call) -> Type:
             break
         segments = tuple(segment * behind for segment in kind.segments) * ahead
         placed = _place(segments, [after[dim] for dim in news])
-        if placed is not None:
+        if placed is not None and (not kind.mixed or len(placed[1]) == len(kind.mixed)):
             return replace(kind, dim=news[placed[0]], segments=placed[1])
     raise call.mismatch(
         f"a view from {before} to {after} does not keep a block of dim {kind.dim} together",
@@ -176,7 +176,11 @@ def _cut(call: Call, kind: Sharded, start: int, stop: int) -> Type:
             stop=stop,
             segments=kind.segments,
         )
-    return replace(kind, segments=kind.segments[bounds.index(start) : bounds.index(stop)])
+    kept = slice(bounds.index(start), bounds.index(stop))
+    mixed = kind.mixed[kept]
+    if len(set(mixed)) == 1:
+        return replace(kind, segments=kind.segments[kept], copies=mixed[0], mixed=())
+    return replace(kind, segments=kind.segments[kept], mixed=mixed)
 
 
 def _slice(call: Call) -> Type:
@@ -256,7 +260,7 @@ def _cat(call: Call) -> Type:
         )
     beside_sharded(call, rest)
     if along:
-        if any(kind.may_be_padded or kind.copies != first.copies for kind in cut):
+        if any(kind.may_be_padded or kind.mixed or kind.copies != first.copies for kind in cut):
             raise call.mismatch(
                 "blocks with padding, or with other copies, are put together along their dimension"
             )

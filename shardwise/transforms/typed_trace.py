@@ -158,7 +158,12 @@ def _start(plan: Plan, path: str, parts: tuple[str, ...]) -> Type:
     uneven = any(run.count != frame.block[dim] for cut in frame.cuts for run in cut[dim][:1])
     known = rows if uneven and len(frame.segments[dim]) == 1 else None
     held = plan.mesh.product(tuple(part for part in parts if part in frame.axes))
-    return Sharded(dim, frame.segments[dim], known, copies=plan.mesh.product(parts) // held)
+    kind = Sharded(dim, frame.segments[dim], known, copies=plan.mesh.product(parts) // held)
+    if not frame.has_copies:
+        return kind
+    places = [cut[dim] for cut in frame.cuts]
+    starts = [{runs[at].start for runs in places} for at in range(len(frame.segments[dim]))]
+    return replace(kind, mixed=tuple(len(places) // len(one) for one in starts))
 
 
 def untraced(note: str) -> PlanError:

@@ -188,6 +188,8 @@ class TypingMode(TorchDispatchMode):
                 if random:
                     several = [Free(()) if one == Constant() else one for one in several]
                 found |= {call.axis: several[0]} if several else {}
+                if random:
+                    _check_drawable(seen, several)
                 for one, kind in zip(written, old, strict=True):
                     _write(seen, one, kind, _kind_of(one, seen.outputs, several))
                 for one, kind in zip(outputs, several, strict=True):
@@ -226,6 +228,21 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         """Hand a function to the mode as a whole."""
         return self._mode.call(func, args, kwargs or {})
+
+
+def _check_drawable(call: Call, kinds: Sequence[Type]) -> None:
+    """Refuse a draw for a block that a step cannot put apart."""
+    cut = [kind for kind in kinds if isinstance(kind, Sharded)]
+    if cut and call.given.get("generator") is not None:
+        raise call.mismatch(
+            f"{call.op} draws for a block from a generator of its own, which all ranks have in the "
+            "same state"
+        )
+    if any(kind.mixed for kind in cut):
+        raise call.mismatch(
+            f"{call.op} draws for a block of which ranks share some segments and not others; it "
+            "has to be split before"
+        )
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:

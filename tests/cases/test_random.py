@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -172,3 +173,32 @@ def test_rng_3_dropout_in_two_processes_is_that_of_one() -> None:
     want = losses()
     for found in sw.spawn(losses, ranks=2, timeout=50):
         assert found == pytest.approx(want, rel=1e-12)
+
+
+def cut_losses(dropout: type[nn.Module] = nn.Dropout, mesh: Mesh | None = None) -> list[float]:
+    """Of three steps in which every rank has a part of the hidden units."""
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    axes = {"first.weight": "mlp embed", "first.bias": "mlp", "second.weight": "embed mlp"}
+    plan = sw.plan(
+        Model(dropout).double(), mesh or sw.Mesh(tp=-1), sw.tensor_parallel("tp"), axes=axes
+    )
+    program = sw.lower(plan, loss_fn, sw.optim.sgd(0.1)).bind()
+    state, found = program.init(seed=1), []
+    for _ in range(3):
+        state, metrics = program.step(state, program.shard_batch(x))
+        found.append(metrics.loss.item())
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("dropout", [nn.Dropout, sw.Dropout])
+def test_two_processes_with_cut_layers_draw_as_two_simulated_ranks(
+    dropout: type[nn.Module],
+) -> None:
+    with sw.simulate(sw.Mesh(tp=2)):
+        want = cut_losses(dropout, sw.Mesh(tp=2))
+    for found in sw.spawn(functools.partial(cut_losses, dropout), ranks=2, timeout=80):
+        assert found == pytest.approx(want, rel=1e-12)
+    alone = cut_losses(dropout, sw.Mesh(tp=1))
+    assert (alone == pytest.approx(want, rel=1e-12)) == (dropout is sw.Dropout)

@@ -1,6 +1,6 @@
-"""Draws of tensor-parallel training, and law 1 for one of them: `python -m tests.laws.tensor_draws`.
+"""Draws of tensor-parallel training, and law 1 for one of them.
 
-Give a number of draws and a seed on the command line to run many by hand.
+To run many by hand, with a number of draws and a seed: `python -m tests.laws.tensor_draws 500 0`.
 """
 
 from __future__ import annotations
@@ -213,7 +213,9 @@ def main() -> None:
         check(training)
 
     many()
-    print(f"{count} draws, seed {first_seed}: no law is broken ({time.perf_counter() - start:.0f} s)")
+    print(
+        f"{count} draws, seed {first_seed}: no law is broken ({time.perf_counter() - start:.0f} s)"
+    )
     for what, number in sorted(covered.items()):
         print(f"  {number:6}  {what}")
 

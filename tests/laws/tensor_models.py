@@ -100,9 +100,7 @@ class Attention(nn.Module):
         """Mix the rows of a sequence."""
         batch, length, _ = x.shape
         q, k, v = self._projected(x)
-        q, k, v = (
-            one.reshape(batch, length, -1, self.hd).transpose(1, 2) for one in (q, k, v)
-        )
+        q, k, v = (one.reshape(batch, length, -1, self.hd).transpose(1, 2) for one in (q, k, v))
         k, v = (one.repeat_interleave(self.group, dim=1) for one in (k, v))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(mixed.transpose(1, 2).reshape(batch, length, self.heads * self.hd))

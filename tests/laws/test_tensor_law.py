@@ -10,7 +10,7 @@ from tests.laws.tensor_draws import Training, check, trainings
 pytestmark = pytest.mark.simulated
 
 
-# The profile's number of draws by hand: `python -m tests.laws.tensor_draws 500`.
+# Many more by hand: `python -m tests.laws.tensor_draws 500`.
 @settings(max_examples=15)
 @given(trainings())
 def test_a_cut_transformer_trains_as_the_whole_one(training: Training) -> None:

@@ -105,20 +105,24 @@ class Drawn:
 
     def plan(self, module: nn.Module) -> sw.Plan:
         found: list[sw.Transform] = []
-        if self.mesh.size > self.mesh.product(tuple(a for a in self.mesh if a != "tp")):
+        axes = axes_of(module)
+        known = " ".join(axes.values())
+        if "ep" in self.mesh:
+            cut = [name for name in ("heads", "kv", "mlp", "vocab") if name in known]
+            found.append(sw.tensor_parallel("ep", names=["embed"]))
+            found.append(sw.tensor_parallel("tp", names=cut))
+        elif "tp" in self.mesh:
             found.append(sw.tensor_parallel("tp"))
         if self.level:
             found.append(sw.zero(self.level, self.axes))
             matrices = [path for path, p in module.named_parameters() if p.ndim > 1]
             if self.on is not None and len(self.axes) == 1:
-                cut = sw.zero(self.level, self.axes, on=self.on, pad=True, where=matrices)
-                found.append(cut)
+                found.append(sw.zero(self.level, self.axes, on=self.on, pad=True, where=matrices))
         if self.half:
             found.append(sw.precision(params="bfloat16", compute="bfloat16"))
         if self.frozen:
             found.append(sw.freeze("layers.1"))
-        axes = axes_of(module)
-        used = {name: size for name, size in SIZES.items() if name in " ".join(axes.values())}
+        used = {name: size for name, size in SIZES.items() if name in known}
         return sw.plan(module, self.mesh, *found, axes=axes, sizes=used)
 
 
@@ -138,7 +142,10 @@ SHAPES: tuple[dict[str, int], ...] = (
     {"replica": 2, "fsdp": 2, "tp": 2},
     {"fsdp": 2, "tp": 2, "replica": 2},
     {"tp": 2, "replica": 2, "fsdp": 2},
+    {"ep": 2, "tp": 2},
+    {"tp": 4, "ep": 2},
 )
+"""Axis `ep` cuts what `tp` leaves whole, so that both cut one tensor."""
 
 
 @st.composite
@@ -150,7 +157,7 @@ def plans(draw: st.DrawFn, *, ranks: int | None = None, half: bool, max_ranks: i
         if ranks in (None, math.prod(shape.values())) and math.prod(shape.values()) <= max_ranks
     ]
     mesh = sw.Mesh(**draw(st.sampled_from(fitting)))
-    data = [axis for axis in mesh if axis != "tp"]
+    data = [axis for axis in mesh if axis not in ("tp", "ep")]
     if not data:
         return Drawn(mesh, half=half)
     axes = draw(

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.sharding.errors import BatchError, PlanError
 from tests.transforms.cut_models import (
     Block,
     Seen,
@@ -24,7 +23,6 @@ from tests.transforms.cut_models import (
     stack,
     tokens_of,
 )
-from tests.transforms.five_parts import check
 
 pytestmark = pytest.mark.simulated
 
@@ -97,7 +95,31 @@ def twice_in(block: Block, x: Tensor) -> Tensor:
     return block.down(h) + run(h, x, 0.5)
 
 
+def of_a_sum(block: Block, x: Tensor) -> Tensor:
+    """A summand goes in as what is whole, to be used with a block; as a part; and as it is."""
+    part = F.linear(F.relu(block.up(x)), block.down.weight)
+    product = sw.local(
+        lambda y, w: y @ w.T,
+        in_specs=("batch seq embed", "mlp/tp embed"),
+        out_specs="batch seq mlp/tp",
+    )
+    rows = sw.local(torch.tanh, in_specs="batch seq embed/tp", out_specs="batch seq embed/tp")
+    whole = sw.constrain(rows(part), "batch seq embed")
+    return block.down(F.relu(product(part, block.up.weight))) + whole
+
+
+def of_gathered(block: Block, x: Tensor) -> Tensor:
+    """A block goes in whole, beside one that stays."""
+
+    def mixed(h: Tensor, w: Tensor) -> Tensor:
+        return h.softmax(-1).sum(-1, keepdim=True) * h[..., :1].cos() * w.sum(1)
+
+    run_ = sw.local(mixed, in_specs=("batch seq mlp", "mlp/tp embed"), out_specs="batch seq mlp/tp")
+    return block.down(run_(block.up(x), block.up.weight))
+
+
 FORMS: dict[str, Run] = {
+    "of a sum": of_a_sum, "of gathered": of_gathered,
     "by hand": by_hand, "whole weight": with_whole_weight, "to whole": to_whole,
     "twice in": twice_in,
 }  # fmt: skip
@@ -153,6 +175,58 @@ def test_two_axes_of_which_one_is_marked() -> None:
     check_alone(model, plan, tokens_of())
 
 
+class Product(nn.Module):
+    """Inside of what holds cut parameters the input is replicated: rows of it are just taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(F.linear(x, self.up).sin(), self.down)
+        rows = sw.constrain(x, "batch/tp seq embed").tanh()
+        same = sw.local(torch.cos, in_specs="batch/tp seq embed", out_specs="batch/tp seq embed")
+        parts = rows + same(x)
+        return sw.constrain(y, "batch seq embed") + sw.constrain(parts, "batch seq embed")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_of_what_is_replicated(ranks: int) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.product = nn.LayerNorm(8), Product()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.product(self.norm(x))
+
+    model = stack(Outer(), Outer())
+    plan = plan_of(
+        model, sw.Mesh(tp=ranks), axes={"product.up": "mlp embed", "product.down": "embed mlp"}
+    )
+    check_alone(model, plan, tokens_of())
+    lowered = sw.lower(plan, loss_of, sw.optim.sgd(0.1), batch=tokens_of()[0])
+    taken = [name for name, one in lowered.crossings.items() if one.kind == "take"]
+    assert len(taken) == 4
+
+
+def test_an_evaluation_and_frozen_parameters() -> None:
+    model = stack(Scaled(with_whole_weight), Block(twice_in), Block(of_a_sum))
+    plan = plan_of(model, MESH)
+    with sw.simulate(MESH):
+        program = sw.lower(plan, loss_of, sw.optim.sgd(0.1)).bind()
+        state = program.init(sw.from_module(model))
+        tokens = tokens_of()[0]
+        found = program.eval(state, program.shard_batch(tokens)).loss.item()
+        assert program.last_collectives == program.lowered.eval_items
+    want = loss_of(model.eval(), tokens)
+    assert abs(found - (want.total / want.count).item()) < 1e-12
+    for parameter in model.layers.parameters():
+        parameter.requires_grad_(False)
+    check_alone(model.train(), plan_of(model, MESH), tokens_of())
+
+
 def test_what_it_moves() -> None:
     model = stack(Block(twice_in), Block(plain))
     lowered = sw.lower(plan_of(model, MESH), loss_of, sw.optim.sgd(0.1), batch=tokens_of()[0])
@@ -204,128 +278,3 @@ def test_random_numbers_are_drawn_again_in_a_recomputation() -> None:
     model, data = stack(Block(dropped), Block(dropped)), tokens_of()
     plain_run = run(model, plan_of(model, MESH), data)
     assert_bits(run(model, plan_of(model, MESH, sw.remat("layers.*")), data), plain_run)
-
-
-# -- refusals -------------------------------------------------------------------------------
-
-
-def refused(forward: Run, *transforms: Any, length: int = 6) -> PlanError:
-    model = stack(Block(forward), Block(plain))
-    plan = plan_of(model, MESH, *transforms)
-    with pytest.raises(PlanError) as info:
-        sw.lower(plan, loss_of, sw.optim.sgd(0.1), batch=tokens_of(length=length)[0])
-    return info.value
-
-
-def on_hidden(fn: Callable[..., Any], **specs: Any) -> Run:
-    def forward(block: Block, x: Tensor) -> Tensor:
-        given = {"in_specs": "batch seq mlp/tp", "out_specs": "batch seq mlp/tp", **specs}
-        return block.down(sw.local(lambda h: fn(block, h), **given)(F.relu(block.up(x))))
-
-    return forward
-
-
-def test_a_parameter_that_is_no_argument() -> None:
-    error = refused(on_hidden(lambda block, h: h * block.norm.weight.sum()))
-    check(
-        error, PlanError, "depends on 1 parameters otherwise than by its arguments",
-        "layers.0 local 0", "layers.0.norm.weight", "as an argument with a spec",
-        path="layers.0.norm.weight", count=1,
-    )  # fmt: skip
-
-
-def test_an_activation_that_is_no_argument() -> None:
-    def forward(block: Block, x: Tensor) -> Tensor:
-        run_ = sw.local(
-            lambda h: h + x.sum(), in_specs="batch seq mlp/tp", out_specs="batch seq mlp/tp"
-        )
-        return block.down(run_(block.up(x)))
-
-    error = refused(forward)
-    assert error.numbers["count"] >= 2
-    assert "embed.weight" in str(error)
-
-
-def test_random_numbers_that_are_not_declared() -> None:
-    error = refused(on_hidden(lambda block, h: F.dropout(h, 0.5)))
-    check(error, PlanError, "draws random numbers", "layers.0 local 0", "random='apart'")
-    with pytest.raises(PlanError) as info:
-        sw.local(torch.tanh, in_specs="a", out_specs="a", random="often")
-    check(info.value, PlanError, "random='often'", "'alike', 'apart'", random="often")
-
-
-@pytest.mark.parametrize("call", ["constrain", "dropout", "module"])
-def test_what_needs_types_inside(call: str) -> None:
-    def inside(block: Block, h: Tensor) -> Tensor:
-        if call == "constrain":
-            return sw.constrain(h, "batch seq mlp/tp")
-        if call == "dropout":
-            return sw.dropout(h, 0.5)
-        return block.up(block.down(h))
-
-    error = refused(on_hidden(inside))
-    named = "Module 'layers.0.down'" if call == "module" else f"sw.{call} is called inside"
-    check(error, PlanError, named, "layers.0 local 0", region="layers.0 local 0")
-
-
-def test_axes_and_dimensions_that_do_not_fit() -> None:
-    error = refused(on_hidden(lambda block, h: h, out_specs="batch seq mlp/tpp"))
-    check(error, PlanError, "sw.local marks 'tpp'", "did you mean 'tp'?", axis="tpp")
-    error = refused(on_hidden(lambda block, h: h, in_specs="batch mlp/tp"))
-    check(error, PlanError, "sw.local(fn, in_specs=) names 2 dimensions", ndim=2)
-    error = refused(on_hidden(lambda block, h: h.sum(-1)))
-    check(error, PlanError, "sw.local(fn, out_specs=) names 3 dimensions", ndim=3, shape=(4, 6))
-
-
-def test_arguments_and_results_that_are_others() -> None:
-    run_ = sw.local(torch.mul, in_specs=("a", "a"), out_specs="a")
-    with pytest.raises(PlanError) as info:
-        run_(torch.ones(2))
-    check(
-        info.value, PlanError, "called with other arguments", "in_specs has 2, the call 1",
-        count=2, given=1,
-    )  # fmt: skip
-    with pytest.raises(PlanError, match="argument 1 is float"):
-        run_(torch.ones(2), 3.0)
-    pair = sw.local(lambda x: x, in_specs="a", out_specs=("a", "a"))
-    with pytest.raises(PlanError) as info:
-        pair(torch.ones(2))
-    check(info.value, PlanError, "returns something else", "out_specs has 2", count=2)
-    with pytest.raises(PlanError, match="it returned tuple of 1"):
-        sw.local(lambda x: (x,), in_specs="a", out_specs="a")(torch.ones(2))
-
-
-def test_a_partial_sum_has_to_be_declared() -> None:
-    """Else it would be taken for a value that is whole; the next layer says that it is none."""
-
-    def forward(block: Block, x: Tensor) -> Tensor:
-        part = F.linear(F.relu(block.up(x)), block.down.weight)
-        run_ = sw.local(torch.neg, in_specs="batch seq embed +tp", out_specs="batch seq embed +tp")
-        return run_(part).relu() + block.down.bias
-
-    error = refused(forward)
-    check(error, PlanError, "relu of a partial sum", "module layers.0, axis 'tp'")
-
-
-def test_blocks_with_padding() -> None:
-    def forward(block: Block, x: Tensor) -> Tensor:
-        run_ = sw.local(torch.exp, in_specs="batch seq/tp embed", out_specs="batch seq/tp embed")
-        return plain(block, x) + run_(x)
-
-    error = refused(forward, SEQUENCE, length=7)
-    check(
-        error, PlanError, "Argument 0 of sw.local has blocks with padding", "7 % 2 == 1",
-        argument=0, rows=7, ranks=2,
-    )  # fmt: skip
-    model = stack(Block(forward), Block(plain))
-    plan = plan_of(model, MESH, SEQUENCE)
-    with sw.simulate(MESH):
-        program = sw.lower(plan, loss_of, sw.optim.sgd(0.1)).bind()
-        state = program.init(sw.from_module(model))
-        state, _ = program.step(state, program.shard_batch(tokens_of()[0]))
-        with pytest.raises(BatchError) as info:
-            program.step(state, program.shard_batch(tokens_of(length=7)[0]))
-    check(
-        info.value, BatchError, "A sequence of 7 cannot be cut over 2 ranks", "7 % 2 == 1",
-        length=7, ranks=2,
-    )  # fmt: skip

@@ -175,6 +175,54 @@ def test_copies_of_heads_have_one_mask() -> None:
     assert_same(run(model, plan_of(model, sw.Mesh(tp=4), axes=axes), data), want)
 
 
+class Fused(nn.Module):
+    """q, k and v in one matrix, four heads and two of keys; dropped before and after the split."""
+
+    def __init__(self, drop: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.heads, self.groups = 4, 2
+        self.qkv, self.o = nn.Linear(8, 32, bias=False), nn.Linear(16, 8, bias=False)
+        self.drop = drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.drop(self.qkv(self.norm(x)))
+        parts = both.split([4 * self.heads, 4 * self.groups, 4 * self.groups], -1)
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in parts)
+        k, v = (sw.dropout(one, 0.25, name="kv") for one in (k, v))
+        k, v = (one.repeat_interleave(self.heads // self.groups, 1) for one in (k, v))
+        scores = (q @ k.transpose(-1, -2)).softmax(-1)
+        return x + self.o((scores @ v).transpose(1, 2).flatten(2))
+
+
+def fused(drop: Callable[[Tensor], Tensor]) -> tuple[nn.Module, sw.Plan]:
+    """On four ranks, so that each head of keys is on two of them."""
+    model = stack(Fused(drop))
+    path, axes = "layers.0", {"qkv.weight": "((heads + kv + kv) hd) embed",
+                              "o.weight": "embed (heads hd)"}  # fmt: skip
+    plan = sw.plan(
+        model,
+        sw.Mesh(tp=4),
+        sw.tensor_parallel("tp"),
+        axes={**axes, f"{path}.heads": "heads", f"{path}.groups": "kv"},
+        sizes={"hd": 4, "heads": 4, "kv": 2},
+    )
+    return model, plan
+
+
+def test_copies_inside_of_a_fused_projection() -> None:
+    model, plan = fused(lambda x: sw.dropout(x, 0.5, name="qkv"))
+    data = tokens_of()
+    assert_same(run(model, plan, data), run(model, sw.plan(model, ALONE), data))
+    model, plan = fused(F.dropout)
+    with pytest.raises(PlanError) as info:
+        sw.lower(plan, loss_of, sw.optim.sgd(0.1), batch=data[0])
+    check(
+        info.value, PlanError, "ranks share some segments and not others", "module layers.0",
+        "in segments 4|4|4, 1|2|2 copies of its segments", op="bernoulli",
+    )  # fmt: skip
+
+
 def test_remat_changes_no_bit() -> None:
     model, data = stack(Block(hidden), Attention(probabilities)), tokens_of()
     plain = run(model, plan_of(model, sw.Mesh(tp=2)), data)

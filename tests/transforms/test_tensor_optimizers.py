@@ -16,9 +16,7 @@ from tests.hf.zoo import batches as texts
 from tests.hf.zoo import loss_of
 from tests.laws.test_memory import BATCH, MIB, Big, measured_transient
 from tests.transforms.carried import whole
-from tests.transforms.test_tensor_copies import count_copies, phi3
-
-pytestmark = pytest.mark.simulated
+from tests.transforms.test_tensor_copies import Grouped, count_copies, phi3, squares
 
 AXES = {
     "embed.weight": "vocab embed",
@@ -105,6 +103,7 @@ def plan_of(module: nn.Module, kind: str) -> sw.Plan:
     return sw.plan(module, sw.Mesh(**axes), sw.tensor_parallel("tp"), *more, axes=AXES)
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(("name", "kind"), ALL)
 def test_coupled_optimizers_are_exact_under_tensor_axes(name: str, kind: str) -> None:
     module = net()
@@ -112,6 +111,7 @@ def test_coupled_optimizers_are_exact_under_tensor_axes(name: str, kind: str) ->
     assert_equivalent(module, loss_fn, batches(), plan=plan, optimizer=COUPLED[name]())
 
 
+@pytest.mark.simulated
 def test_muon_on_fused_weights_with_copies_is_exact() -> None:
     """Of rows that two ranks hold the first copy counts, and both stay the same in bits."""
     model, data, loss = phi3(2), texts("llama", 2), loss_of("phi3")
@@ -128,12 +128,14 @@ def test_muon_on_fused_weights_with_copies_is_exact() -> None:
                 state, _ = program.step(state, program.shard_batch(batch))
             assert program.last_collectives == program.lowered.collectives()
             found.append(whole(state))
-    assert any(name.endswith("qkv_proj.weight") and ".mu." in name for name in found[0])
+    parameter_and_momentum = [name for name in found[0] if name.endswith("qkv_proj.weight")]
+    assert len(parameter_and_momentum) == 2
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-9, atol=1e-11, msg=name)
     assert count_copies(state, "qkv_proj") > 0
 
 
+@pytest.mark.abstract
 def test_what_an_update_gathers_over_data_and_tensor_axes() -> None:
     """Half of each shard over `fsdp`, then whole blocks over `tp`; nothing for what is not cut."""
     plan = sw.plan(
@@ -155,6 +157,7 @@ def test_what_an_update_gathers_over_data_and_tensor_axes() -> None:
     ]
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("name", ["lamb", "adafactor", "muon"])
 def test_what_rests_is_the_predicted_and_whole_tensors_do_not(name: str) -> None:
     plan = plan_of(net(), "hybrid")
@@ -170,6 +173,7 @@ def test_what_rests_is_the_predicted_and_whole_tensors_do_not(name: str) -> None
             assert tuple(state.ranks[1].opt.rows["embed.weight"].shape) == (11, 1)
 
 
+@pytest.mark.abstract
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"fsdp": 2, "tp": 4}])
 def test_the_peak_with_one_group_whole_at_a_time_is_the_predicted_one(axes: dict[str, int]) -> None:
     """Blocks are gathered over data axes, then put together; both stages are counted."""
@@ -183,3 +187,32 @@ def test_the_peak_with_one_group_whole_at_a_time_is_the_predicted_one(axes: dict
     predicted = coupled.memory().transient
     assert abs(measured_transient(coupled) - predicted) <= 0.05 * predicted + MIB / 4
     assert predicted > plain.memory().transient + 3 * MIB
+
+
+def two_steps() -> dict[str, Any]:
+    """Muon on a fused weight with copies along one of two axes, and clipping."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Grouped(2, 4)).double()
+    plan = sw.plan(model, sw.Mesh(tp=4), sw.tensor_parallel("tp"), sizes={"heads": 8})
+    clipped = optim.chain(optim.clip_by_global_norm(0.1), optim.muon(1e-2, rest=adamw()))
+    program = sw.lower(plan, squares, clipped).bind()
+    state = program.init(sw.from_module(model))
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        batch = torch.randn(4, 3, 8, dtype=torch.float64, generator=generator)
+        state, metrics = program.step(state, program.shard_batch(batch))
+        assert program.last_collectives == program.lowered.collectives()
+    return whole(state) | {"norm": metrics.grad_norm}
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(120)
+def test_on_real_ranks_copies_and_assembled_tensors_are_those_of_the_simulation() -> None:
+    told = sw.spawn(two_steps, ranks=4, timeout=90)
+    with sw.simulate(sw.Mesh(tp=4)):
+        want = two_steps()
+    for found in told:
+        assert found.keys() == want.keys()
+        for name, value in want.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
+            assert torch.equal(found[name], told[0][name]), name

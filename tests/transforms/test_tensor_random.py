@@ -223,6 +223,18 @@ def test_a_checkpoint_inside_of_a_module_is_refused() -> None:
     )  # fmt: skip
 
 
+def test_a_generator_of_its_own_is_refused() -> None:
+    def own(block: Block, x: Tensor) -> Tensor:
+        h = block.up(x)
+        keep = torch.empty_like(h).bernoulli_(0.5, generator=torch.Generator())
+        return block.down(h * keep)
+
+    check(
+        refused(own), PlanError, "bernoulli draws for a block from a generator of its own",
+        "module layers.0, axis 'tp'", op="bernoulli", axis="tp",
+    )  # fmt: skip
+
+
 def test_a_dropout_in_the_loss_function_is_refused() -> None:
     model = stack(Block(drop))
 
