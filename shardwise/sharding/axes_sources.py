@@ -243,7 +243,7 @@ def _module_says(
     if not isinstance(name, str) or not isinstance(value, str):
         raise PlanError(
             f"the {where} has an entry {name!r}: {value!r}.",
-            where=path,
+            where=f"module {path or '(root)'}",
             why="It maps names of parameters or integers to axes patterns, or names to sizes.",
             fix="examples: {'qkv.weight': '(3 heads hd) embed', 'num_heads': 'heads', 'hd': 64}",
             path=path,

@@ -93,6 +93,7 @@ class Mover:
         self.transport = transport
         self.executed: list[Collective] = []
         self.busy = False
+        self._sizes = {axis: mesh[axis] for axis in (*mesh, *(name for name, _ in mesh.joins))}
         self.call = "a call"  # what the user has called, for errors
         self._expected: tuple[Collective, ...] = ()
         self._lost: tuple[str, int | None] | None = None
@@ -106,18 +107,22 @@ class Mover:
         """Add what is known only now."""
         self._expected = (*self._expected, *more)
 
-    def amend(self, item: Collective) -> None:
+    def amend(self, item: Collective) -> Collective:
         """Expect other bytes next: an activation is as large as its batch, which may change.
 
         Args:
             item: in the place of one of the same kind and axis.
+
+        Returns:
+            What is expected now, if that is the same; else the item.
         """
         position = len(self.executed)
         was = self._expected[position] if position < len(self._expected) else None
-        if was == item:
-            return
-        if was is not None and replace(was, nbytes=item.nbytes, dtype=item.dtype) == item:
+        if was is None or was is item or was == item:
+            return was or item
+        if replace(was, nbytes=item.nbytes, dtype=item.dtype) == item:
             self._expected = (*self._expected[:position], item, *self._expected[position + 1 :])
+        return item
 
     def skip(self, items: Sequence[Collective]) -> None:
         """Leave out what comes next, as all peers of the axis do: activations of a skipped unit."""
@@ -201,7 +206,7 @@ class Mover:
 
     def all_reduce(self, whole: Tensor, item: Collective) -> Pending | None:
         """See `Transport.all_reduce`; `item` is the prediction."""
-        self._check("all_reduce", all_reduce_bytes(whole.nbytes, self.mesh[item.axis]), item)
+        self._check("all_reduce", all_reduce_bytes(whole.nbytes, self._sizes[item.axis]), item)
         return self._run(item, self.transport.all_reduce, whole, item.axis)
 
     def all_to_all(

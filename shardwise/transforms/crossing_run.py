@@ -54,6 +54,7 @@ class CrossingRun:
             ranks=self._ranks,
             place=place,
         )
+        self._forward, self._backward = self.items.forward, self.items.backward
 
     def serves(self, crossing: Crossing, tensor: Tensor, rows: int) -> bool:
         """Whether it moves what another tensor needs too."""
@@ -72,7 +73,7 @@ class CrossingRun:
             return tensor
         if kind in ("slice", "take"):
             return own_block(tensor, dim, self._place, self._ranks)
-        item = self._expected(self.items.forward)
+        item = self._ahead()
         if kind == "reduce":
             return all_reduced(self._mover, tensor, item)
         if kind == "scatter":
@@ -83,7 +84,7 @@ class CrossingRun:
 
     def in_place(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks in the place of a summand; autograd sees nothing."""
-        item = self._expected(self.items.forward)
+        item = self._ahead()
         finish(self._mover.all_reduce(tensor.detach().view(-1), item))
         return tensor
 
@@ -98,17 +99,22 @@ class CrossingRun:
             return beside_zeros(grad, dim, self._place, self._ranks)
         if kind == "first":
             return torch.zeros_like(grad) if self._place else grad
-        item = self._expected(self.items.backward)
+        item = self._back()
         if kind == "copy":
             return all_reduced(self._mover, grad, item)
         if kind == "gather":
             return scattered(self._mover, grad, item, dim)
         return gathered(self._mover, grad, item, dim, self._rows)
 
-    def _expected(self, item: Collective | None) -> Collective:
-        assert item is not None
-        self._mover.amend(item)
-        return item
+    def _ahead(self) -> Collective:
+        assert self._forward is not None
+        self._forward = self._mover.amend(self._forward)  # the same object next time
+        return self._forward
+
+    def _back(self) -> Collective:
+        assert self._backward is not None
+        self._backward = self._mover.amend(self._backward)
+        return self._backward
 
 
 class Recent:

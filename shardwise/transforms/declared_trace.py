@@ -14,6 +14,8 @@ from shardwise.sharding.spec import Spec
 from shardwise.transforms.activation_types import (
     Constant,
     Free,
+    Invariant,
+    Partial,
     Replicated,
     Sharded,
     Type,
@@ -169,26 +171,40 @@ class DeclaredTrace:
             self.even[name] = tuple(dict.fromkeys(stacks))
 
     def _run(self, region: LocalRegion, name: str, given: Sequence[Any]) -> list[Tensor]:
-        """Run the function untyped, and check that it reads and draws only what it says."""
+        """Run the function, and check that it reads, draws and returns only what it says."""
         # An alias has a node of its own, at which a walk back through the function ends.
-        own = [one.view_as(one) if isinstance(one, Tensor) else one for one in given]
-        with self._mode.untyped():
-            before, self._mode.drew_untyped = self._mode.drew_untyped, False
+        own = list(given)
+        ends: set[Any] = set()
+        for at, tensor in region.tensors(tuple(given), name).items():
+            own[at] = tensor.view_as(tensor)
+            ends.add(own[at].grad_fn)
+        with self._mode.guessing() as guess:
             self._crossings.closed = name
             try:
                 results = region.results(region.run(*own), name)
-                drew = self._mode.drew_untyped
             finally:
                 self._crossings.closed = ""
-                self._mode.drew_untyped = before
-        if drew and region.random is None:
+        if guess.draws and region.random is None:
             raise _draws(name)
-        ends = {one.grad_fn for one in own if isinstance(one, Tensor)} - {None}
         read = leaves_behind(results, ends)
         paths = [path for path, one in self._parameters.items() if id(one) in read]
         if paths:
             raise _reads(name, paths)
+        if guess.knows_all:
+            self._compare(region, name, results)
         return [self._own(one) for one in results]
+
+    def _compare(self, region: LocalRegion, name: str, results: Sequence[Tensor]) -> None:
+        """Where rules can tell what a result is, it has to be what was declared."""
+        for axis in region.cut_axes(self._types.axes):
+            for at, (one, spec) in enumerate(zip(results, region.out_specs, strict=True)):
+                said, kind = declared(spec, axis), self._types.raw(one, axis)
+                summand = isinstance(kind, Partial)
+                cut_at = kind.dim if isinstance(kind, Sharded) else None
+                elsewhere = cut_at is not None and not said.partial and said.dim != cut_at
+                equal = isinstance(kind, Replicated | Invariant)
+                if (summand != said.partial and (summand or equal)) or elsewhere:
+                    raise _other_result(name, at, axis, kind, said)
 
     def _own(self, result: Tensor) -> Tensor:
         """A result that is an argument or a parameter gets its type as a tensor of its own."""
@@ -269,6 +285,19 @@ def _padded(name: str, at: int, axis: str, kind: Sharded, ranks: int) -> PlanErr
         argument=at,
         rows=kind.rows,
         ranks=ranks,
+    )
+
+
+def _other_result(name: str, at: int, axis: str, kind: Type, said: Declared) -> PlanError:
+    fix = f"mark it with +{axis}" if isinstance(kind, Partial) else "declare it as it is"
+    return PlanError(
+        f"Result {at} of the function of sw.local is another one than declared.",
+        where=name,
+        facts=f"along {axis!r} it is {kind}, and out_specs says that it is {said}.",
+        why="What comes after it would take a part for the whole, or the whole for a part.",
+        fix=f"{fix} in out_specs; sw.constrain brings it to another layout",
+        result=at,
+        axis=axis,
     )
 
 

@@ -270,6 +270,7 @@ def _passes_peak(lowering: Lowering) -> int:
     for schedule in schedules if len(schedules) <= _DISTINCT else (*schedules[:2], schedules[-1]):
         walk.forward(schedule)
         walk.backward(schedule)
+    walk.sum([one.item for one in lowering.tensor_sums])
     walk.rest()
     return walk.level.peak
 
@@ -333,6 +334,12 @@ class _StepWalk:
         """What is in flight arrives."""
         self.level.remove(sum(self._flying.values()))
         self._flying = {}
+
+    def sum(self, items: Sequence[Collective]) -> None:
+        """Pack, sum and unpack gradients that each tensor rank has a part of."""
+        for item in items:
+            self.level.add(_crossing_bytes(item, self._mesh))
+            self.level.remove(_crossing_bytes(item, self._mesh))
 
     def rest(self) -> None:
         """Bring the landed gradients to the dtype of their home, bucket by bucket."""

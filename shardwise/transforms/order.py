@@ -198,6 +198,15 @@ class Walk:
                 return index
         return None
 
+    def take(self, kind: str, unit: str) -> bool:
+        """Take the turn of the very next action, if it is this one and no gather."""
+        if self.position == len(self.actions):
+            return False
+        event = self.actions[self.position].event
+        taken = event.kind == kind and event.unit == unit
+        self.position += taken
+        return taken
+
     def meet(self, index: int) -> Action:
         """Take one action's turn; for a gather, issue it and those after it within reach."""
         action = self.actions[index]

@@ -162,7 +162,7 @@ class RankProgram:
         trainable = self.lowering.trainable
         values, numbers = self._reduce_scalars(done.loss, done.failure, trainable, flag)
         flags = numbers[FIXED_SCALARS : FIXED_SCALARS + len(trainable)]
-        used = frozenset(p for p, f in zip(trainable, flags, strict=True) if f > 0)
+        used = frozenset([p for p, f in zip(trainable, flags, strict=True) if f > 0])
         if flags and not used:
             raise no_gradient(len(flags))
         total, count, _, nonfinite = numbers[:FIXED_SCALARS]
@@ -330,7 +330,7 @@ class RankProgram:
             loss, failure = None, Failure(changed_metrics(tuple(loss.aux), self.lowering.aux))
         used = self.engine.used
         failed = bool(str(failure))  # a rank without a batch has no loss, and has not failed
-        plain = [float(failed), 0.0, *(float(path in used) for path in flags)]
+        plain = [float(failed), 0.0, *[float(path in used) for path in flags]]
         means = [Mean(loss.total, loss.count), *loss.aux.values()] if loss else []
         values = pack_scalars(means, 1 + len(self.lowering.aux or ()), plain, self.device)
         if not self._counts_here:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.sharding.movement import Mover
 from shardwise.sharding.pytree import tree_leaves
@@ -18,7 +18,6 @@ from shardwise.transforms.crosser import StepCrosser
 from shardwise.transforms.order import CROSS, RECROSS, Action, Schedule, Walk, call_of
 from shardwise.transforms.outputs import place, replace_tensors
 from shardwise.transforms.regions import Region, checkpointed
-from shardwise.transforms.tensor_layers import Boundary, Run
 from shardwise.transforms.unit_runtime import Call, UnitRuntime
 
 
@@ -34,6 +33,7 @@ class Engine:
         self.units = units
         self.mover = mover
         self.crosser = StepCrosser(mover, phase=lambda: self.phase, meet=self._meet_crossing)
+        self.cross, self.look_up = self.crosser.cross, self.crosser.look_up
         self.phase = "idle"
         self.used: set[str] = set()
         self._tokens: list[Tensor] = []
@@ -241,7 +241,7 @@ class Engine:
         if not self._keeps:
             unit.empty()
         call.parameters = []
-        self.used.update(p for p, g in zip(unit.trainable, grads, strict=False) if g is not None)
+        self.used.update([p for p, g in zip(unit.trainable, grads, strict=False) if g is not None])
         grads = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
         if self._reducing is not None:
             # One unit at a time: its reduce-scatter had all of this unit's backward to arrive.
@@ -254,22 +254,15 @@ class Engine:
 
     # -- crossings --------------------------------------------------------------------------
 
-    def cross(self, boundary: Boundary, place: str, tensor: Tensor, /) -> Tensor:
-        """Bring an activation to the types that it needs; see [Note: crossings]."""
-        return self.crosser.cross(boundary, place, tensor)
-
     def crosses(self, way: str, /) -> bool:
         """Whether anything crosses there, as a trace has found."""
         return way in self.crosser.ways
 
-    def look_up(
-        self, boundary: Boundary, module: nn.Embedding, run: Run, tokens: Tensor, /
-    ) -> Tensor:
-        """See `cut_lookup`."""
-        return self.crosser.look_up(boundary, module, run, tokens)
-
     def _meet_crossing(self, name: str, again: bool) -> None:
-        index = self._walk.find(RECROSS if again else CROSS, name)
+        kind = RECROSS if again else CROSS
+        if self._walk.take(kind, name):
+            return
+        index = self._walk.find(kind, name)
         if index is None:
             raise faults.late("cross", name, _PHASES[self.phase], self._walk)
         self._pass_until(index)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +43,7 @@ class Boundary:
         rows: of the vocabulary.
         cuts_input: whether a layer's output is a summand, so that its bias has to wait.
         is_fresh: whether that output is a tensor that nothing else reads.
+        label: what it is called in reports.
     """
 
     path: str
@@ -53,14 +54,19 @@ class Boundary:
     rows: int = 0
     cuts_input: bool = False
     is_fresh: bool = False
+    label: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        role = "" if self.role == "layer" else f" ({self.role})"
+        object.__setattr__(self, "label", f"{self.path}{role}")
 
     def way(self, place: str) -> str:
         """What the names of crossings at a kind of places (`in` or `out`) begin with."""
-        return f"{self.path}{'' if self.role == 'layer' else f' ({self.role})'} {place}"
+        return f"{self.label} {place}"
 
     def crossing(self, place: str, axis: str) -> str:
         """What a crossing is called in events and reports."""
-        return f"{self.way(place)} {axis}"
+        return f"{self.label} {place} {axis}"
 
 
 Run = Callable[[Tensor], Tensor]

@@ -103,6 +103,7 @@ def _check_axis(call: str, axis: object) -> None:
     if not isinstance(axis, str):
         raise PlanError(
             f"{call}({axis!r}) names no mesh axis.",
+            where=f"argument axis of {call}(axis)",
             why="One axis by its name; several cut different names in a call each.",
             fix=f"{call}('tp')",
             axis=axis,

@@ -153,7 +153,9 @@ def _start(plan: Plan, path: str, parts: tuple[str, ...]) -> Type:
     frame = plan.tensor.frames.get(path)
     if frame is None or not set(parts) & set(frame.axes):
         return Free((path,) if path in plan.opt else ())
-    (dim,) = frame.cut_dims
+    if len(frame.cut_dims) > 1:
+        raise _cut_twice(plan, path)
+    dim = next(iter(frame.cut_dims), 0)
     rows = frame.shape[dim]
     uneven = any(run.count != frame.block[dim] for cut in frame.cuts for run in cut[dim][:1])
     known = rows if uneven and len(frame.segments[dim]) == 1 else None
@@ -164,6 +166,21 @@ def _start(plan: Plan, path: str, parts: tuple[str, ...]) -> Type:
     places = [cut[dim] for cut in frame.cuts]
     starts = [{runs[at].start for runs in places} for at in range(len(frame.segments[dim]))]
     return replace(kind, mixed=tuple(len(places) // len(one) for one in starts))
+
+
+def _cut_twice(plan: Plan, path: str) -> PlanError:
+    info, spec = plan.info(path), plan.compute[path]
+    dims = [info.axes.dim_name(dim) for dim in plan.tensor.frames[path].cut_dims]
+    return PlanError(
+        f"Tensor axes cut {len(dims)} dimensions of one parameter, and no step can use it.",
+        where=path,
+        facts=f"'{spec}': {' and '.join(map(repr, dims))} are cut.",
+        why="A layer computes with a part of its inputs or of its outputs, not of both.",
+        fix=f"names= that leave {dims[0]!r} or {dims[1]!r} whole; states of such a plan can be "
+        "saved, restored and resharded",
+        path=path,
+        dims=tuple(dims),
+    )
 
 
 def untraced(note: str) -> PlanError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -57,6 +59,22 @@ _WHOLE_FUNCTIONS: Mapping[Any, str] = {
 }
 
 
+_MISSING = object()
+
+
+@dataclass(slots=True)
+class Guess:
+    """What happened while rules were asked and nothing was refused.
+
+    Args:
+        knows_all: whether they could type all operations.
+        draws: whether some operation drew random numbers.
+    """
+
+    knows_all: bool = True
+    draws: bool = False
+
+
 class TypingMode(TorchDispatchMode):
     """Types the outputs of every operation while it is entered; enter it above a fake mode.
 
@@ -78,7 +96,7 @@ class TypingMode(TorchDispatchMode):
         seen: Seen = lambda name, drawn: None,
     ) -> None:
         super().__init__()
-        self.drew_untyped = False
+        self.guess: Guess | None = None
         self._types = types
         self._where = where
         self._seen = seen
@@ -108,7 +126,8 @@ class TypingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         # `prim` operations ask for a device or layout; an error raised in them ends the process.
         if self._inside or func.namespace == "prim":
-            self.drew_untyped |= torch.Tag.nondeterministic_seeded in func.tags
+            if self.guess is not None:
+                self.guess.draws |= torch.Tag.nondeterministic_seeded in func.tags
             return func(*args, **kwargs)
         schema = func._schema
         given = {one.name: one.default_value for one in schema.arguments if one.has_default_value()}
@@ -139,6 +158,17 @@ class TypingMode(TorchDispatchMode):
             yield
         finally:
             self._inside = before
+
+    @contextmanager
+    def guessing(self) -> Generator[Guess]:
+        """Type what rules can type, refuse nothing, and note no use of a parameter."""
+        around, used = self.guess, copy.deepcopy(self._types.used)
+        self.guess = found = Guess()
+        try:
+            yield found
+        finally:
+            self.guess = around
+            self._types.used.update(used)
 
     def whole_function(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a function of several operations and type its result by one rule."""
@@ -176,6 +206,7 @@ class TypingMode(TorchDispatchMode):
         random: bool,
     ) -> Any:
         table, found = self._types, dict[str, Type]()
+        result: Any = _MISSING
         try:
             calls = [Call(table, axis, op, given) for axis in table.axes]
             before = [[table.of(one, axis) for one in written] for axis in table.axes]
@@ -195,8 +226,14 @@ class TypingMode(TorchDispatchMode):
                 for one, kind in zip(outputs, several, strict=True):
                     self._types.set(one, call.axis, kind)
         except TypeMismatch as mismatch:
-            raise mismatch.error(self._where()) from mismatch
-        if random:
+            if self.guess is None:
+                raise mismatch.error(self._where()) from mismatch
+            self.guess.knows_all = False
+            self.guess.draws |= random
+            return run() if result is _MISSING else result
+        if random and self.guess is not None:
+            self.guess.draws = True
+        elif random:
             table.random.append((op, found, self._where()))
         return result
 

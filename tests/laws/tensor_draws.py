@@ -160,15 +160,20 @@ def check(training: Training, *, steps: int = 2) -> None:
     oracle = unsharded_run(
         case.model, case.loss_fn, batches, case.optimizer, params=params, buffers=buffers
     )
+    even = case.is_even(batches[0])
     with sw.simulate(case.plan.base.mesh):
         run = Run(case, judge, params)
         for theirs in oracle:
             run.step(theirs)
-            even = case.is_even(batches[0])
             for rank in run.program._ranks:
                 predicted = rank.lowering.collectives()
                 assert same_collectives(rank.mover.executed, predicted, even=even)
             check_copies(run.state.ranks)
+    if even:
+        parts = case.plan.mesh.product(case.plan.batch)
+        first = {name: rows[: len(rows) // parts] for name, rows in batches[0].items()}
+        traced = sw.lower(case.plan, case.loss_fn, case.optimizer, batch=first)
+        assert traced.collectives() == run.program.lowered.collectives()
 
 
 def check_copies(states: tuple[State, ...]) -> None:

@@ -32,7 +32,7 @@ def overheard() -> Generator[dict[int, list[Seen]]]:
         original = getattr(Simulated, kind)
 
         def call(self: Simulated, *args: Any) -> Any:
-            ranks = self.world.mesh[args[-1]]
+            ranks = self.mesh[args[-1]]
             with lock:
                 seen[self.rank].append((kind, args[-1], leaving(ranks, args)))
             return original(self, *args)

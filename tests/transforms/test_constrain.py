@@ -12,9 +12,11 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.sharding.errors import BatchError, PlanError, SpecError
+from tests.oracles.one_process import assert_same, one_process, sharded
 from tests.transforms.cut_models import (
     Attention,
     Block,
+    Stack,
     assert_bits,
     check_alone,
     loss_of,
@@ -170,6 +172,31 @@ def test_a_module_that_is_called_twice() -> None:
 
     model = stack(Twice(), Twice())
     check_alone(model, plan_of(model, MESH), tokens_of())
+
+
+class Rooted(Stack):
+    """Declares layouts in the root module too."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return sw.constrain(super().forward(tokens), "batch seq vocab/tp").tanh()
+
+
+@pytest.mark.parametrize("transforms", [[], [sw.accumulate(2)], [sw.remat("")]])
+def test_in_the_root_and_in_the_loss_function(transforms: list[Any]) -> None:
+    """Eleven classes on two ranks: blocks are padded, and come together without padding."""
+
+    def loss(model: Any, tokens: Tensor) -> Any:
+        logits = sw.constrain(model(tokens), "batch seq vocab")
+        total = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
+        return sw.Mean(total, tokens.numel())
+
+    torch.manual_seed(0)
+    model = Rooted([Block(plain), Block(gathered)]).double()
+    data = tokens_of()
+    axes = {"head.weight": "vocab embed", "embed.weight": "vocab embed"}
+    plan = sw.plan(model, MESH, sw.tensor_parallel("tp", logits="cut"), *transforms, axes=axes)
+    got = sharded(model, plan, loss, data, sw.optim.sgd(0.1))
+    assert_same(got, one_process(model, loss, data, lambda p: torch.optim.SGD(p, 0.1)))
 
 
 def test_a_layout_of_heads() -> None:

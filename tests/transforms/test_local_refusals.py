@@ -52,6 +52,17 @@ def test_a_parameter_that_is_no_argument() -> None:
     )  # fmt: skip
 
 
+def test_a_parameter_that_is_an_argument_without_a_spec() -> None:
+    def forward(block: Block, x: Tensor) -> Tensor:
+        run_ = sw.local(
+            torch.mul, in_specs=("batch seq mlp/tp", None), out_specs="batch seq mlp/tp"
+        )
+        return block.down(run_(block.up(x), block.up.bias))
+
+    error = refused(forward)
+    check(error, PlanError, "depends on 1 parameters", "layers.0.up.bias", path="layers.0.up.bias")
+
+
 def test_an_activation_that_is_no_argument() -> None:
     def forward(block: Block, x: Tensor) -> Tensor:
         run_ = sw.local(
@@ -113,16 +124,74 @@ def test_arguments_and_results_that_are_others() -> None:
         sw.local(lambda x: (x,), in_specs="a", out_specs="a")(torch.ones(2))
 
 
-def test_a_partial_sum_has_to_be_declared() -> None:
-    """Else it would be taken for a value that is whole; the next layer says that it is none."""
+OTHERS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, str, str]] = {
+    "partial as whole": (
+        lambda h, w: h @ w.T, "batch seq embed", "it is partial sum, and out_specs says that it is "
+        "whole", "mark it with +tp",
+    ),
+    "partial as cut": (
+        lambda h, w: h @ w.T, "batch seq embed/tp", "says that it is cut on dim 2", "+tp",
+    ),
+    "cut as whole": (
+        lambda h, w: h.tanh(), "batch seq mlp", "it is sharded on dim 2, and out_specs says that "
+        "it is whole", "declare it as it is",
+    ),
+    "cut elsewhere": (
+        lambda h, w: h.transpose(1, 2), "batch seq mlp/tp", "it is sharded on dim 1",
+        "cut on dim 2",
+    ),
+}  # fmt: skip
 
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_result_that_is_another_one_than_declared(name: str) -> None:
+    fn, spec, fact, fix = OTHERS[name]
+
+    def forward(block: Block, x: Tensor) -> Tensor:
+        run_ = sw.local(fn, in_specs=("batch seq mlp/tp", "embed mlp/tp"), out_specs=spec)
+        return run_(block.up(x), block.down.weight).sum() + x
+
+    error = refused(forward)
+    check(
+        error, PlanError, "Result 0 of the function of sw.local is another one than declared",
+        "layers.0 local 0", fact, fix, result=0, axis="tp",
+    )  # fmt: skip
+
+
+def test_a_whole_result_is_no_summand() -> None:
+    def forward(block: Block, x: Tensor) -> Tensor:
+        run_ = sw.local(
+            lambda x, w: x.tanh(),
+            in_specs=("batch seq embed", "mlp/tp embed"),
+            out_specs="batch seq embed +tp",
+        )
+        return sw.constrain(run_(x, block.up.weight), "batch seq embed")
+
+    check(
+        refused(forward), PlanError, "it is replicated", "says that it is a partial sum", result=0
+    )
+
+
+def test_what_no_rule_can_type_is_taken_as_declared() -> None:
+    def forward(block: Block, x: Tensor) -> Tensor:
+        run_ = sw.local(
+            lambda h: h.reshape(4, -1).view(h.shape).softmax(-1),
+            in_specs="batch seq mlp/tp",
+            out_specs="batch seq mlp/tp",
+        )
+        return block.down(run_(block.up(x)))
+
+    model = stack(Block(forward), Block(plain))
+    assert sw.lower(plan_of(model, MESH), loss_of, sw.optim.sgd(0.1), batch=tokens_of()[0])
+
+
+def test_a_partial_sum_stays_one_until_it_is_summed() -> None:
     def forward(block: Block, x: Tensor) -> Tensor:
         part = F.linear(F.relu(block.up(x)), block.down.weight)
         run_ = sw.local(torch.neg, in_specs="batch seq embed +tp", out_specs="batch seq embed +tp")
         return run_(part).relu() + block.down.bias
 
-    error = refused(forward)
-    check(error, PlanError, "relu of a partial sum", "module layers.0, axis 'tp'")
+    check(refused(forward), PlanError, "relu of a partial sum", "module layers.0, axis 'tp'")
 
 
 def test_blocks_with_padding() -> None:

@@ -12,6 +12,8 @@ import shardwise as sw
 from shardwise.sharding.checkpoint.records import records_of
 from shardwise.sharding.copies import copies_of
 from shardwise.sharding.errors import PlanError
+from shardwise.testing import measure
+from shardwise.testing.echo import bind_alone
 from tests.hf.zoo import batches, loss_of, transformers
 from tests.oracles.one_process import assert_same, one_process, sharded
 
@@ -137,11 +139,11 @@ def test_a_fused_weight_is_not_cut_in_one_part_only() -> None:
 class Grouped(nn.Module):
     """q heads beside the k and v that they share, kv head by kv head, as in Falcon."""
 
-    def __init__(self, kv: int, group: int) -> None:
+    def __init__(self, kv: int, group: int, hd: int = 4, width: int = 8) -> None:
         super().__init__()
-        self.kv, self.group, self.hd = kv, group, 4
-        self.qkv = nn.Linear(8, kv * (group + 2) * self.hd)
-        self.out = nn.Linear(kv * group * self.hd, 8)
+        self.kv, self.group, self.hd = kv, group, hd
+        self.qkv = nn.Linear(width, kv * (group + 2) * hd)
+        self.out = nn.Linear(kv * group * hd, width)
         rows = "(kv (group + 1 + 1) hd)"
         self.axes = {
             "qkv.weight": f"{rows} embed",
@@ -211,3 +213,40 @@ def test_a_group_that_ranks_cannot_divide_is_refused() -> None:
     assert "group is 3; 2 ranks share one of kv; 3 % 2 == 1." in text
     assert "make the axis 'tp' smaller" in caught.value.fix
     assert caught.value.numbers["remainder"] == 1
+
+
+def test_two_dimensions_of_one_weight_are_cut_for_states_only() -> None:
+    model = nn.Sequential(nn.Linear(4, 8))
+    both = [sw.tensor_parallel("tp", names=["mlp"]), sw.tensor_parallel("ep", names=["embed"])]
+    axes = {"weight": "mlp embed", "bias": "mlp"}
+    plan = sw.plan(model, sw.Mesh(tp=2, ep=2), *both, axes=axes)
+    with pytest.raises(PlanError) as caught:
+        sw.lower(plan, squares, sw.optim.sgd(0.1), batch=torch.randn(2, 4))
+    text = str(caught.value)
+    assert "Tensor axes cut 2 dimensions of one parameter" in text
+    assert "0.weight" in text
+    assert "'mlp/tp embed/ep': 'mlp' and 'embed' are cut." in text
+    assert "names= that leave 'mlp' or 'embed' whole" in caught.value.fix
+    assert caught.value.numbers["dims"] == ("mlp", "embed")
+
+
+@pytest.mark.parametrize("axes", [{"tp": 4}, {"fsdp": 2, "tp": 4}])
+def test_the_peak_with_sums_of_copied_rows_is_the_predicted_one(axes: dict[str, int]) -> None:
+    """Two of three rows of a block are copies here, and all layers are packed at once."""
+    model = nn.Sequential(*(Grouped(2, 4, hd=128, width=512) for _ in range(4)))
+    steps = [sw.tensor_parallel("tp")] + ([sw.zero(3, "fsdp")] if "fsdp" in axes else [])
+    plan = sw.plan(model, sw.Mesh(**axes), *steps, sizes={"heads": 8})
+    batch = torch.randn(1, 2, 512)
+    lowered = sw.lower(plan, squares, sw.optim.sgd(0.1), batch=batch)
+    (summed,) = lowered.tensor_sums
+    packed = summed.item.buffer_bytes(2)
+    rows = 2 * 128 // axes.get("fsdp", 1)
+    assert packed >= 4 * rows * 512 * 4
+    program = bind_alone(lowered)
+    state, _ = program.step(program.init(0, None), batch)
+    _, usage = measure(lambda: program.step(state, batch))
+    memory = lowered.memory()
+    assert memory.activations is not None
+    measured = usage.peak - memory.grads - memory.activations
+    assert memory.transient >= packed
+    assert abs(measured - memory.transient) <= 0.05 * memory.transient + 2**18

@@ -200,6 +200,36 @@ REFUSED: dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], Type]],
         [((2, 4, 3, 2), CUT), ((2, 4, 3, 2), Replicated()), ((2, 4, 3, 2), CUT)],
         "dim 1 of the query is cut, and dim 1 of key, of size 4, is the same",
     ),
+    "copied sum": (
+        lambda x: x.sum(1),
+        [(WIDE, Sharded(1, (4,), copies=2))],
+        "sum runs over dim 1, of which each rank has only 4 rows",
+    ),
+    "copied product": (
+        torch.mm,
+        [((3, 4), Sharded(1, (4,), copies=2)), ((4, 3), Sharded(0, (4,), copies=2))],
+        "dim 1 is contracted, of which blocks are copied on 2 ranks",
+    ),
+    "product over a sequence": (
+        torch.mm,
+        [((3, 4), Sharded(1, (4,), stack="layers")), ((4, 3), Sharded(0, (4,), stack="layers"))],
+        "dim 1 is contracted, of which blocks are padded for odd lengths",
+    ),
+    "sum over a sequence": (
+        lambda x: x.sum(1),
+        [(WIDE, Sharded(1, (4,), stack="layers"))],
+        "sum runs over dim 1, of which each rank has only 4 rows",
+    ),
+    "cat of other copies": (
+        lambda x, y: torch.cat([x, y], 1),
+        [(WIDE, CUT), (WIDE, Sharded(1, (4,), copies=2))],
+        "with other copies, are put together",
+    ),
+    "view of mixed copies": (
+        lambda x: x.view(2, 2, 2),
+        [(WIDE, Sharded(1, (2, 2), mixed=(1, 2)))],
+        "does not keep a block of dim 1 together",
+    ),
     "no rule": (
         torch.linalg.inv_ex,
         [((4, 4), CUT)],
