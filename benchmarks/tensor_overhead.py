@@ -35,7 +35,7 @@ from benchmarks.page import FOLDER, machine, put, table
 
 WORLD = 8
 LAYERS = 12
-WIDTH = 32
+WIDTH = 64
 HEADS = 8
 PAGE = FOLDER / "TENSOR.md"
 ABOUT = "# The host time of tensor parallelism\n\nWritten by `make bench`."
@@ -224,7 +224,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    batch = torch.randn(2, 4, WIDTH)
+    batch = torch.randn(2, 16, WIDTH)
     written = {}
     for heading, steps in (("A forward and backward pass", False), ("A step with SGD", True)):
         grid, median = compare(batch, options.rounds, steps=steps)
@@ -233,7 +233,7 @@ def main() -> None:
         print(f"{heading}\n\n{grid}{told}\n")
     said = (
         f"{LAYERS} transformer layers of {WIDTH} channels over {WORLD} ranks of a fake group, 2 "
-        f"rows of 4 tokens; process time, one thread, medians and quartiles of {options.rounds} "
+        f"rows of 16 tokens; process time, one thread, medians and quartiles of {options.rounds} "
         f"rounds; {machine()}."
     )
     put(options.page, f"{ABOUT}\n\n{said}", written)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,7 @@ class BucketBuffers:
         self._in_flight = 0
         self._casts = bucket.params.dtype != bucket.wire.dtype
         self._in_place = bucket.in_place
+        self._gaps: list[tuple[int, Tensor]] | None = None
         self.views: list[Tensor] = []
         self._full: Storage | None = None
         self._stack: Storage | None = None
@@ -282,6 +284,9 @@ class BucketBuffers:
 
     def _pack_whole(self, grads: Sequence[Tensor | None]) -> Tensor:
         layout = self._whole_layout
+        kept = [g for g in grads if g is not None and g.dtype == layout.dtype and g.is_contiguous()]
+        if len(kept) == len(grads):  # nearly always, and half the host time
+            return self._joined(layout, kept)
         flat = torch.empty(layout.length, dtype=layout.dtype, device=self._device)
         sizes, places, gaps = layout.cuts
         pieces = flat.split_with_sizes(sizes)
@@ -300,6 +305,17 @@ class BucketBuffers:
         if empty:
             zero_all(empty)
         return flat
+
+    def _joined(self, layout: Layout, grads: Sequence[Tensor]) -> Tensor:
+        """Gradients of the right dtype and order of elements one after the other."""
+        if self._gaps is None:
+            sizes, _, gaps = layout.cuts
+            kind: dict[str, Any] = {"dtype": layout.dtype, "device": self._device}
+            self._gaps = [(place, torch.zeros(sizes[place], **kind)) for place in gaps]
+        pieces = [grad.view(-1) for grad in grads]
+        for place, zeros in self._gaps:
+            pieces.insert(place, zeros)
+        return torch.cat(pieces)
 
     def _pack_parts(self, regroup: Regroup, grads: Sequence[Tensor | None]) -> None:
         targets: list[Tensor] = []

@@ -175,7 +175,8 @@ class DeclaredTrace:
         # An alias has a node of its own, at which a walk back through the function ends.
         own = list(given)
         ends: set[Any] = set()
-        for at, tensor in region.tensors(tuple(given), name).items():
+        as_they_are = {at: one for at, one in enumerate(given) if self._is_block(region, one)}
+        for at, tensor in (as_they_are | region.tensors(tuple(given), name)).items():
             own[at] = tensor.view_as(tensor)
             ends.add(own[at].grad_fn)
         with self._mode.guessing() as guess:
@@ -193,6 +194,17 @@ class DeclaredTrace:
         if guess.knows_all:
             self._compare(region, name, results)
         return [self._own(one) for one in results]
+
+    def _is_block(self, region: LocalRegion, value: Any) -> bool:
+        """Whether an argument may stay as it is: each rank's gradient is that of its own block.
+
+        So it can be what no spec tells, such as q, k and v side by side.
+        """
+        return isinstance(value, Tensor) and all(
+            isinstance(self._types.of(value, axis), Sharded if axis in cut else Free | Invariant)
+            for cut in [region.cut_axes(self._types.axes)]
+            for axis in self._types.axes
+        )
 
     def _compare(self, region: LocalRegion, name: str, results: Sequence[Tensor]) -> None:
         """Where rules can tell what a result is, it has to be what was declared."""

@@ -279,6 +279,8 @@ class Lowering:
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective of one step of one rank, in the order in which it runs.
 
+        Bytes of activations are those of a micro-batch of the traced shape; another one moves what
+        its own shape takes, in the same order, and a pass without a micro-batch moves none.
         The first step runs one more, an exchange of Python objects in which ranks agree on the
         structure of the batch. A step that is skipped, because its loss or gradients are not
         finite, ends after those of `grads_items`, with an exchange of what each rank has found.

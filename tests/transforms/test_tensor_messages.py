@@ -237,7 +237,7 @@ def test_an_error_says_where_how_much_and_what_to_do(name: str) -> None:
 )
 def test_axes_of_a_module_that_name_nothing(entry: tuple[Any, Any], shown: str) -> None:
     model = Model()
-    model.axes = dict([entry])  # pyright: ignore[reportAttributeAccessIssue]
+    model.axes = dict([entry])  # pyright: ignore[reportArgumentType]
     with pytest.raises(PlanError) as caught:
         sw.plan(model, sw.Mesh(tp=2))
     fix = "Fix: examples: {'qkv.weight': '(3 heads hd) embed', 'num_heads': 'heads', 'hd': 64}"
