@@ -255,6 +255,7 @@ class DeclaredTrace:
 def leaves_behind(results: Sequence[Tensor], ends: Collection[Any]) -> set[int]:
     """Which tensors without history results depend on otherwise than through nodes `ends`.
 
+    >>> import torch
     >>> x, w = (torch.ones(1, requires_grad=True) for _ in range(2))
     >>> inside = x.view_as(x)
     >>> leaves_behind([inside * w], {inside.grad_fn}) == {id(w)}

@@ -33,7 +33,8 @@ def local(
     Args:
         fn: of tensors; it talks to no other rank, and what it reads that needs a gradient is an
             argument (parameters too).
-        in_specs: one for each positional argument, or one alone; None leaves an argument as it is.
+        in_specs: one for each positional argument, or one alone; None leaves an argument as it is:
+            no tensor, or blocks that no spec tells (q, k and v side by side).
         out_specs: a spec for one tensor, or one for each tensor of a tuple. A result that is a
             summand has to be declared: `"batch seq embed +tp"`.
         random: how random operations in `fn` draw: `"apart"`, each rank for its own block, or

@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.sharding.errors import PlanError
 from tests.hf.test_export import assert_all_known, loaded, logits
 from tests.hf.test_families import MODELS
-from tests.hf.zoo import batches, loss_of, transformers
+from tests.hf.zoo import DECODER, batches, loss_of, transformers
 from tests.oracles.one_process import Run, assert_same, one_process, sharded
 
 pytestmark = pytest.mark.simulated
@@ -27,6 +27,10 @@ Inside of a layer that is cut a rank has a part of a gradient, and the sum of ro
 the rounded sum. So these are compared twice: exactly, with norms that keep the dtype, and as they
 are, as closely as float32 allows.
 """
+
+
+RENAMED = {"gpt_neox": {"embed_out.weight": "lm_head.weight"}}
+"""What transformers calls otherwise in files than in the model."""
 
 
 class ExactNorm(nn.Module):
@@ -107,7 +111,7 @@ def test_a_family_trains_as_in_one_process(name: str, ranks: int, tmp_path: Path
         path = tmp_path / "after"
         sw.export_safetensors(state, path, config=model.config, dtype=torch.float64)
 
-    source = sw.from_safetensors(tmp_path / "before")
+    source = sw.from_safetensors(tmp_path / "before", rename=RENAMED.get(name))
     data = data_of(name, 2)
     got = sharded(model, plan, loss_of(name), data, SGD, source=source, after=export)
     assert_same(got, alone(name))
@@ -164,6 +168,17 @@ def test_a_family_with_data_axes(name: str, level: int) -> None:
     mesh = sw.Mesh(fsdp=2, tp=2)
     plan = sw.plan(model, mesh, sw.tensor_parallel("tp"), sw.zero(level, "fsdp"))
     check(name, plan, model, parts=2)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma", "Phi3"])
+def test_one_kv_head_for_all(kind: str) -> None:
+    """As in the small Gemma: every rank uses the one head, alone or fused with its part of q."""
+    torch.manual_seed(0)
+    sizes = DECODER | {"num_key_value_heads": 1, "num_hidden_layers": 1}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).double()
+    plan = sw.plan(model, sw.Mesh(tp=2), sw.tensor_parallel("tp"), sw.sequence_parallel("tp"))
+    check("llama", plan, model)
 
 
 def test_the_module_and_its_configuration_are_left_as_they_were() -> None:
