@@ -13,7 +13,7 @@ and on other devices always, one fused call looks at every element. Measured on 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
@@ -30,10 +30,6 @@ from shardwise.sharding.movement import Mover, packed_sum
 from shardwise.transforms.loss import Loss
 from shardwise.transforms.lowering import Lowering
 
-_SMALL_BYTES = 32 << 10
-_TOGETHER = 8
-"""Gradients of at most so many bytes, and so many of them, are looked at in one call."""
-
 
 class Seen(NamedTuple):
     """What one rank tells the others about a step that is to be skipped.
@@ -47,21 +43,6 @@ class Seen(NamedTuple):
     path: str
 
 
-def _sums(flats: Iterable[Tensor]) -> Iterator[Tensor]:
-    """A sum of each; small ones are summed together, as a call takes longer than their elements."""
-    small: list[Tensor] = []
-    for flat in flats:
-        if flat.nbytes > _SMALL_BYTES:
-            yield flat.sum()
-            continue
-        small.append(flat)
-        if len(small) == _TOGETHER:
-            yield torch.cat(small).sum()
-            small = []
-    if small:
-        yield torch.cat(small).sum()
-
-
 def nonfinite_flag(flats: Iterable[Tensor], device: torch.device) -> Tensor:
     """1 if any element is infinite or NaN, else 0: a 0-dim float32 tensor, on the device.
 
@@ -71,7 +52,7 @@ def nonfinite_flag(flats: Iterable[Tensor], device: torch.device) -> Tensor:
     # The kernel takes float32, whatever the user's default dtype is.
     found = torch.zeros((), dtype=torch.float32, device=device)
     real = sorted((reals(flat.detach()) for flat in flats), key=_dtype)
-    if device.type == "cpu" and all(math.isfinite(total.item()) for total in _sums(real)):
+    if device.type == "cpu" and all(math.isfinite(flat.sum().item()) for flat in real):
         return found
     one = torch.ones((), dtype=torch.float32, device=device)
     for _, alike in groupby(real, key=_dtype):

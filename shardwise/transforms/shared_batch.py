@@ -19,7 +19,7 @@ _PLAIN = (bool, int, float, str, bytes)
 
 
 def digest_of(micros: Sequence[Any]) -> str:
-    """Structure, shapes and a checksum of every tensor; it waits for the device.
+    """Structure, shapes and a checksum of every dense tensor; it waits for the device.
 
     Args:
         micros: micro-batches of one rank.
@@ -36,7 +36,9 @@ def digest_of(micros: Sequence[Any]) -> str:
     for micro in micros:
         summed.update(structure_of(micro).encode())
         for leaf in tree_leaves(micro):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not _has_bytes(leaf):
+                shapes.append(str(leaf.layout))
+            elif isinstance(leaf, Tensor):
                 shapes.append("x".join(map(str, leaf.shape)) or "scalar")
                 summed.update(_bytes_of(leaf))
             elif isinstance(leaf, _PLAIN):
@@ -44,9 +46,12 @@ def digest_of(micros: Sequence[Any]) -> str:
     return f"{', '.join(shapes)}, checksum {summed.hexdigest()}"
 
 
+def _has_bytes(tensor: Tensor) -> bool:
+    """Not so of sparse, nested and quantized ones, whose parts are not compared."""
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
+
+
 def _bytes_of(tensor: Tensor) -> bytes:
-    if tensor.is_sparse or tensor.is_quantized or tensor.is_meta:
-        return str(tuple(tensor.shape)).encode()
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1).contiguous()
     return flat.view(torch.uint8).numpy().tobytes()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.sharding.errors import BatchError
+from shardwise.transforms.shared_batch import digest_of
 from tests.laws.tensor_models import Small
 from tests.transforms.five_parts import check
 
@@ -74,6 +75,25 @@ def test_data_ranks_may_differ_and_debug_compares_in_every_step() -> None:
         with pytest.raises(BatchError, match="1 not that of rank 0"):
             program.step(state, late)
         program.step(state, good)
+
+
+def test_what_a_digest_sees() -> None:
+    """Every value, dtype and plain leaf; layouts without bytes of their own by their kind."""
+    base = {"x": torch.arange(4.0), "n": 1}
+    same = {"x": torch.arange(8.0)[:4].clone(), "n": 1}
+    assert digest_of([base]) == digest_of([same])
+    assert digest_of([base]).startswith("4, checksum ")
+    others = [
+        {"x": torch.arange(4.0).flip(0), "n": 1},
+        {"x": torch.arange(4.0).view(2, 2), "n": 1},
+        {"x": torch.arange(4), "n": 1},
+        {"x": torch.arange(4.0), "n": 2},
+        {"x": torch.arange(4.0).bfloat16(), "n": 1},
+        {"x": torch.eye(4).to_sparse(), "n": 1},
+    ]
+    found = {digest_of([one]) for one in [base, *others]}
+    assert len(found) == 1 + len(others)
+    assert digest_of([base, base]) not in found
 
 
 def test_micro_batches_are_compared_one_by_one() -> None:
