@@ -127,6 +127,21 @@ def check_alone(model: nn.Module, plan: sw.Plan, data: Sequence[Tensor], *, part
     assert_same(run(model, plan, data), alone(model, data, parts=parts))
 
 
+def check_evaluation_and_frozen(model: nn.Module) -> None:
+    """Evaluate, and train with frozen blocks, beside one process."""
+    mesh, tokens = sw.Mesh(tp=2), tokens_of()[0]
+    with sw.simulate(mesh):
+        program = sw.lower(plan_of(model, mesh), loss_of, sw.optim.sgd(0.1)).bind()
+        state = program.init(sw.from_module(model))
+        found = program.eval(state, program.shard_batch(tokens)).loss.item()
+        assert program.last_collectives == program.lowered.eval_items
+    want = loss_of(model.eval(), tokens)
+    assert abs(found - (want.total / want.count).item()) < 1e-12
+    for parameter in model.get_submodule("layers").parameters():
+        parameter.requires_grad_(False)
+    check_alone(model.train(), plan_of(model, mesh), tokens_of())
+
+
 def assert_bits(got: Run, want: Run) -> None:
     """Losses, gradients and parameters are equal bit for bit."""
     assert got.losses == want.losses

@@ -19,6 +19,7 @@ from tests.transforms.cut_models import (
     Stack,
     assert_bits,
     check_alone,
+    check_evaluation_and_frozen,
     loss_of,
     plan_of,
     run,
@@ -147,18 +148,7 @@ def test_it_is_the_identity_elsewhere() -> None:
 
 def test_a_frozen_model_and_an_evaluation() -> None:
     model = stack(Block(gathered), Block(summed))
-    plan = plan_of(model, MESH)
-    with sw.simulate(MESH):
-        program = sw.lower(plan, loss_of, sw.optim.sgd(0.1)).bind()
-        state = program.init(sw.from_module(model))
-        tokens = tokens_of()[0]
-        found = program.eval(state, program.shard_batch(tokens)).loss.item()
-        assert program.last_collectives == program.lowered.eval_items
-    want = loss_of(model.eval(), tokens)
-    assert abs(found - (want.total / want.count).item()) < 1e-12
-    for parameter in model.layers.parameters():
-        parameter.requires_grad_(False)
-    check_alone(model.train(), plan_of(model, MESH), tokens_of())
+    check_evaluation_and_frozen(model)
 
 
 def test_a_module_that_is_called_twice() -> None:

@@ -16,6 +16,7 @@ from tests.transforms.cut_models import (
     Seen,
     assert_bits,
     check_alone,
+    check_evaluation_and_frozen,
     loss_of,
     one_step,
     plan_of,
@@ -213,18 +214,7 @@ def test_rows_of_what_is_replicated(ranks: int) -> None:
 
 def test_an_evaluation_and_frozen_parameters() -> None:
     model = stack(Scaled(with_whole_weight), Block(twice_in), Block(of_a_sum))
-    plan = plan_of(model, MESH)
-    with sw.simulate(MESH):
-        program = sw.lower(plan, loss_of, sw.optim.sgd(0.1)).bind()
-        state = program.init(sw.from_module(model))
-        tokens = tokens_of()[0]
-        found = program.eval(state, program.shard_batch(tokens)).loss.item()
-        assert program.last_collectives == program.lowered.eval_items
-    want = loss_of(model.eval(), tokens)
-    assert abs(found - (want.total / want.count).item()) < 1e-12
-    for parameter in model.layers.parameters():
-        parameter.requires_grad_(False)
-    check_alone(model.train(), plan_of(model, MESH), tokens_of())
+    check_evaluation_and_frozen(model)
 
 
 def test_what_it_moves() -> None:
