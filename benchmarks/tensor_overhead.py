@@ -34,7 +34,7 @@ from benchmarks.host_overhead import Pass, mean_square, measure, ratios
 from benchmarks.page import FOLDER, machine, put, table
 
 WORLD = 8
-LAYERS = 12
+LAYERS = 32
 WIDTH = 64
 HEADS = 8
 PAGE = FOLDER / "TENSOR.md"

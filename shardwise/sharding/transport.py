@@ -254,7 +254,8 @@ class Native(_Grouped):
 
     def all_reduce(self, whole: Tensor, axis: str) -> Any:
         """See `Transport.all_reduce`; the order of the sum is the backend's."""
-        return dist.all_reduce(whole, group=self._groups[axis], async_op=True)
+        # The method of the group: what `dist.all_reduce` does around it takes the host 20 us more.
+        return self._groups[axis].allreduce([whole])
 
 
 # torch 2.13 renamed these two and warns about the older names; 2.11 has only the older ones.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from shardwise.transforms.crossing_run import CrossingRun, Recent
 from shardwise.transforms.crossings import Cross, Crossing, check_even
 from shardwise.transforms.tensor_calls import RunCalls
 from shardwise.transforms.tensor_layers import Boundary, Run, cut_lookup
+
+_SIZED = frozenset({"slice", "scatter", "take", "gather", "collect"})
+"""Kinds of crossings for which it matters how many rows there are on all ranks."""
 
 
 class StepCrosser:
@@ -46,22 +49,33 @@ class StepCrosser:
         self._meet = meet
         self._sequences: dict[str, int] = {}
         self._runs: dict[str, CrossingRun] = {}
+        self._found: dict[tuple[str, str], tuple[tuple[str, Crossing, bool], ...]] = {}
 
     def take(self, chosen: Mapping[str, Crossing]) -> None:
         """Repeat what a trace has chosen, by the name of each crossing."""
         self.chosen = chosen
+        self._found = {}
         places = (name.rpartition(" ")[0] for name in chosen)
         self.ways = frozenset(place.rstrip("0123456789") for place in places)
 
     def cross(self, boundary: Boundary, place: str, tensor: Tensor) -> Tensor:
         """Bring an activation to the types that it needs on the other side of a boundary."""
-        for axis in boundary.axes:
-            name = boundary.crossing(place, axis)
-            crossing = self.chosen.get(name)
-            if crossing is not None and self._phase() != "idle":
-                fresh = boundary.is_fresh and place.startswith("out")
+        key = boundary.label, place
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = tuple(self._find(boundary, place))
+        if found and self._phase() != "idle":
+            for name, crossing, fresh in found:
                 tensor = self._cross(name, crossing, tensor, fresh=fresh)
         return tensor
+
+    def _find(self, boundary: Boundary, place: str) -> Iterator[tuple[str, Crossing, bool]]:
+        """What crosses at a place, worked out once."""
+        for axis in boundary.axes:
+            name = boundary.crossing(place, axis)
+            if name in self.chosen:
+                fresh = boundary.is_fresh and place.startswith("out")
+                yield name, self.chosen[name], fresh
 
     def look_up(self, boundary: Boundary, module: nn.Embedding, run: Run, tokens: Tensor) -> Tensor:
         """See `cut_lookup`."""
@@ -77,11 +91,7 @@ class StepCrosser:
         known = self.recent.find(crossing, tensor)
         if known is not None:
             return known
-        if crossing.kind == "slice" and crossing.stack:
-            self._sequences[crossing.stack] = tensor.shape[crossing.dim]
-        if crossing.kind in ("slice", "scatter", "take") and not crossing.stack:
-            check_even(name, crossing, tensor, self._mover.mesh[crossing.axis])
-        rows = self._sequences.get(crossing.stack, 0) if crossing.stack else 0
+        rows = self._rows(name, crossing, tensor) if crossing.kind in _SIZED else 0
         run = self._runs.get(name)
         if run is None or not run.serves(crossing, tensor, rows):
             run = self._runs[name] = CrossingRun(crossing, name, tensor, self._mover, rows=rows)
@@ -100,6 +110,16 @@ class StepCrosser:
             result = run.forward(tensor)
         self.recent.add(crossing, tensor, result)
         return result
+
+    def _rows(self, name: str, crossing: Crossing, tensor: Tensor) -> int:
+        """Of a sequence that a stack cuts; what is cut otherwise has to divide."""
+        if crossing.stack:
+            if crossing.kind == "slice":
+                self._sequences[crossing.stack] = tensor.shape[crossing.dim]
+            return self._sequences.get(crossing.stack, 0)
+        if crossing.kind in ("slice", "scatter", "take"):
+            check_even(name, crossing, tensor, self._mover.mesh[crossing.axis])
+        return 0
 
     def _back(self, name: str, run: CrossingRun, grad: Tensor) -> Tensor:
         if self._phase() != "backward":

@@ -52,15 +52,18 @@ def test_a_parameter_that_is_no_argument() -> None:
     )  # fmt: skip
 
 
-def test_a_parameter_that_is_an_argument_without_a_spec() -> None:
+def test_a_whole_parameter_that_is_an_argument_without_a_spec() -> None:
     def forward(block: Block, x: Tensor) -> Tensor:
         run_ = sw.local(
-            torch.mul, in_specs=("batch seq mlp/tp", None), out_specs="batch seq mlp/tp"
+            lambda h, bias: h * bias.sum(),
+            in_specs=("batch seq mlp/tp", None),
+            out_specs="batch seq mlp/tp",
         )
-        return block.down(run_(block.up(x), block.up.bias))
+        return block.down(run_(block.up(x), block.down.bias))
 
     error = refused(forward)
-    check(error, PlanError, "depends on 1 parameters", "layers.0.up.bias", path="layers.0.up.bias")
+    path = "layers.0.down.bias"
+    check(error, PlanError, "depends on 1 parameters", path, path=path)
 
 
 def test_an_activation_that_is_no_argument() -> None:

@@ -268,3 +268,14 @@ def test_random_numbers_are_drawn_again_in_a_recomputation() -> None:
     model, data = stack(Block(dropped), Block(dropped)), tokens_of()
     plain_run = run(model, plan_of(model, MESH), data)
     assert_bits(run(model, plan_of(model, MESH, sw.remat("layers.*")), data), plain_run)
+
+
+def test_a_cut_parameter_needs_no_spec() -> None:
+    def forward(block: Block, x: Tensor) -> Tensor:
+        run_ = sw.local(
+            torch.mul, in_specs=("batch seq mlp/tp", None), out_specs="batch seq mlp/tp"
+        )
+        return block.down(run_(block.up(x), block.up.bias))
+
+    model = stack(Block(forward), Block(plain))
+    check_alone(model, plan_of(model, MESH), tokens_of())
