@@ -7,7 +7,7 @@ INSTALLED := .venv/installed
 .PHONY: demo test lint bench
 
 demo: $(INSTALLED)
-	$(BIN)/shardwise demo --ranks 4 --zero 3 $(ARGS)
+	$(BIN)/shardwise demo --zero 3 $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -22,6 +22,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[bench]"
 	-$(BIN)/python -m pip install -c constraints.txt -e ".[peers]"
 	$(BIN)/python -m benchmarks.host_overhead
+	$(BIN)/python -m benchmarks.tensor_overhead
 	$(BIN)/python -m benchmarks.numerics
 	$(BIN)/python -m benchmarks.norms
 	$(BIN)/python -m benchmarks.training

@@ -18,6 +18,8 @@ from shardwise.transforms.batch_sizes import BatchSizes, batch_sizes
 from shardwise.transforms.carry import from_state
 from shardwise.transforms.checkpointer import Checkpointer
 from shardwise.transforms.compose import chain, masked, partition, tree_at
+from shardwise.transforms.constrain import constrain
+from shardwise.transforms.cross_entropy import cross_entropy, shift_labels
 from shardwise.transforms.dropout import Dropout, dropout
 from shardwise.transforms.exporting import export_safetensors
 from shardwise.transforms.importing import (
@@ -27,6 +29,7 @@ from shardwise.transforms.importing import (
     from_torch_save,
 )
 from shardwise.transforms.initialise import from_module
+from shardwise.transforms.local_regions import local
 from shardwise.transforms.loss import Mean
 from shardwise.transforms.loss_scale import loss_scale
 from shardwise.transforms.lower import Lowered, lower
@@ -37,6 +40,8 @@ from shardwise.transforms.program import Program
 from shardwise.transforms.remat import name, remat, save
 from shardwise.transforms.resharding import reshard
 from shardwise.transforms.restoring import from_checkpoint
+from shardwise.transforms.tensor_parallel import sequence_parallel, tensor_parallel
+from shardwise.transforms.tiled_loss import linear_cross_entropy
 from shardwise.transforms.trace import like
 from shardwise.transforms.zero import (
     freeze,
@@ -68,6 +73,8 @@ __all__ = [
     "accumulate",
     "batch_sizes",
     "chain",
+    "constrain",
+    "cross_entropy",
     "dropout",
     "errors",
     "export_safetensors",
@@ -83,6 +90,8 @@ __all__ = [
     "keep_gathered",
     "latest",
     "like",
+    "linear_cross_entropy",
+    "local",
     "loss_scale",
     "lower",
     "masked",
@@ -96,11 +105,14 @@ __all__ = [
     "reshard",
     "rules",
     "save",
+    "sequence_parallel",
     "shard_grads",
     "shard_optimizer",
     "shard_params",
+    "shift_labels",
     "simulate",
     "spawn",
+    "tensor_parallel",
     "to_global",
     "tree_at",
     "zero",

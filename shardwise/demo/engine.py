@@ -7,16 +7,19 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import shardwise as sw
 from shardwise.demo.gpt import GPT, GPTConfig
 from shardwise.demo.options import Options, Traffic
 from shardwise.demo.text import draw_batch
-from shardwise.sharding.movement import Collective
+from shardwise.sharding.collectives import Collective
 from shardwise.testing.echo import bind_alone
 from shardwise.testing.ledger import measure
 
+TENSOR_AXIS = "tp"
+"""Over which layers are cut."""
+
+_ZERO_AXIS = "fsdp"
 _CONTEXT = GPTConfig().context
 _BETAS = (0.9, 0.95)
 _WEIGHT_DECAY = 0.1
@@ -45,8 +48,7 @@ def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> sw.Mean:
     """Cross entropy of the next byte, written for the whole batch: no rank, no group."""
     logits = model(batch["tokens"]).flatten(0, 1)
     targets = batch["targets"].flatten()
-    total = functional.cross_entropy(logits, targets, reduction="sum")
-    return sw.Mean(total, targets.numel())
+    return sw.Mean(sw.cross_entropy(logits, targets), targets.numel())
 
 
 def optimizer(options: Options, *, clip: bool) -> sw.optim.GradientTransform:
@@ -62,28 +64,38 @@ def optimizer(options: Options, *, clip: bool) -> sw.optim.GradientTransform:
     return sw.optim.chain(sw.optim.clip_by_global_norm(_MAX_NORM), adamw) if clip else adamw
 
 
-def prepare(options: Options, *, clip: bool = True) -> Setup:
+def prepare(options: Options, *, clip: bool = True, dtype: torch.dtype = torch.float32) -> Setup:
     """Plan the GPT over all ranks of this job and bind the program."""
-    lowered = lower(options, clip=clip)
+    lowered = lower(options, clip=clip, dtype=dtype)
     return Setup(lowered.plan, lowered, lowered.bind())
 
 
-def lower(options: Options, *, clip: bool = True) -> sw.Lowered:
+def lower(options: Options, *, clip: bool = True, dtype: torch.dtype = torch.float32) -> sw.Lowered:
     """The program of the GPT over all ranks of this job, traced on a batch that does not exist."""
-    with torch.device("meta"):
-        model = GPT()
-    plan = sw.plan(model, sw.Mesh(fsdp=-1), *transforms(options))
-    rows = -(-options.rows // plan.mesh.size)
+    plan = make_plan(sw.Mesh(links=None, **dict(options.mesh)), options, dtype)
+    rows = -(-options.rows // plan.mesh.product(plan.batch))
     tokens = sw.like((rows, _CONTEXT), torch.int64)
     batch = {"tokens": tokens, "targets": tokens}
     return sw.lower(plan, loss_fn, optimizer(options, clip=clip), batch=batch)
 
 
-def transforms(options: Options) -> list[sw.Transform]:
-    """What the options ask of a plan."""
+def make_plan(mesh: sw.Mesh, options: Options, dtype: torch.dtype = torch.float32) -> sw.Plan:
+    """The GPT on a mesh."""
+    with torch.device("meta"):
+        model = GPT().to(dtype)
+    return sw.plan(model, mesh, *transforms(mesh, options))
+
+
+def transforms(mesh: sw.Mesh, options: Options) -> list[sw.Transform]:
+    """What the options ask of a plan on a mesh."""
     chosen: list[sw.Transform] = []
-    if options.zero:
-        chosen.append(sw.zero(options.zero, "fsdp"))
+    if TENSOR_AXIS in mesh:
+        chosen.append(sw.tensor_parallel(TENSOR_AXIS))
+    if options.sequence:
+        chosen.append(sw.sequence_parallel(TENSOR_AXIS))
+    split = [axis for axis in mesh if axis != TENSOR_AXIS]
+    if options.zero and split:
+        chosen.append(sw.zero(options.zero, _ZERO_AXIS if _ZERO_AXIS in split else split[-1]))
     if options.precision != "fp32":
         chosen.append(sw.precision(compute=_DTYPES[options.precision]))
     if options.accumulate > 1:

@@ -1,11 +1,15 @@
 """A small GPT over bytes: a plain `nn.Module` that knows nothing about sharding.
 
+Its modules say what the dimensions of their weights are (`axes`), as a comment would.
+
 Shapes: B rows, T positions, C channels, H heads, V byte values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +22,7 @@ class GPTConfig:
 
     layers: int = 4
     width: int = 160
-    heads: int = 5
+    heads: int = 8
     context: int = 64
     vocab: int = 256
 
@@ -26,23 +30,40 @@ class GPTConfig:
 class Attention(nn.Module):
     """Causal self-attention with one fused projection to queries, keys and values."""
 
+    axes: ClassVar[Mapping[str, str]] = {
+        "qkv.weight": "(3 heads hd) embed",
+        "qkv.bias": "(3 heads hd)",
+        "out.weight": "embed (heads hd)",
+        "out.bias": "embed",
+        "heads": "heads",
+    }
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
+        self.head_width = config.width // config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Mix each position with the ones before it."""
-        batch, length, width = x_BTC.shape
-        split = (batch, length, 3, self.heads, width // self.heads)
+        batch, length, _ = x_BTC.shape
+        split = (batch, length, 3, self.heads, self.head_width)
         query, key, value = self.qkv(x_BTC).view(split).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
 class Block(nn.Module):
     """One residual layer: attention, then a feed-forward network."""
+
+    axes: ClassVar[Mapping[str, str]] = {
+        "norm*.*": "norm",
+        "up.weight": "mlp embed",
+        "up.bias": "mlp",
+        "down.weight": "embed mlp",
+        "down.bias": "embed",
+    }
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -64,6 +85,13 @@ class GPT(nn.Module):
     >>> GPT(GPTConfig(layers=1, width=8, heads=2))(torch.zeros(2, 5, dtype=torch.long)).shape
     torch.Size([2, 5, 256])
     """
+
+    axes: ClassVar[Mapping[str, str]] = {
+        "embed.weight": "vocab embed",
+        "position.weight": "pos embed",
+        "norm.*": "norm",
+        "head.weight": "vocab embed",
+    }
 
     def __init__(self, config: GPTConfig | None = None) -> None:
         super().__init__()

@@ -11,7 +11,10 @@ class Options:
     """One run of the demo; plain data, so that it can be sent to every rank.
 
     Args:
-        zero: ZeRO level, 0 (replicated) to 3.
+        mesh: axes with sizes; `tp` cuts layers, the others split the batch.
+        zero: ZeRO level, 0 (replicated) to 3, over the axis `fsdp`, else the last one that splits
+            the batch.
+        sequence: cut activations along the sequence over `tp`.
         precision: `fp32`, or the dtype in which modules compute: `bf16`, `fp16`.
         accumulate: micro-batches of a step.
         remat: recompute every layer in backward.
@@ -19,7 +22,7 @@ class Options:
         rows: rows of the global batch, cut over the ranks.
         seed: of weights and batches.
         learning_rate: peak of the schedule.
-        check: repeat the first steps against the split reference.
+        check: repeat the first steps against one process.
         out: folder for the weights, relative to where the demo was started.
         checkpoint: folder that the run is saved in, and from which it goes on; empty: neither.
         every: steps from one checkpoint to the next.
@@ -28,7 +31,9 @@ class Options:
         kill_rank: that rank.
     """
 
+    mesh: tuple[tuple[str, int], ...] = (("fsdp", -1),)
     zero: int = 3
+    sequence: bool = False
     precision: str = "fp32"
     accumulate: int = 1
     remat: bool = False
@@ -57,8 +62,9 @@ class Outcome(NamedTuple):
 
     The same on every rank, but for the speed each has seen, and for `largest_difference` and
     `sample`, which rank 0 alone works out. Bytes of a step are the most beyond rest, activations
-    included; plain ones are those of float32, one micro-batch and no recomputation. Losses are
-    those of all steps of a run, those that were taken before it went on at `first_step` too.
+    included; plain ones are those of float32, one micro-batch, whole sequences and no
+    recomputation. Losses are those of all steps of a run, those that were taken before it went on
+    at `first_step` too. `reference` is what `largest_difference` is from.
     """
 
     ranks: int
@@ -77,6 +83,7 @@ class Outcome(NamedTuple):
     largest_difference: float | None
     weights: str
     sample: str
+    reference: str = ""
     losses: tuple[float, ...] = ()
     first_step: int = 0
     recovery_seconds: float | None = None

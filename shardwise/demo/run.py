@@ -18,8 +18,8 @@ from shardwise.demo.options import Options, Outcome
 from shardwise.demo.reference import largest_difference, train_sharded
 from shardwise.demo.show import printable, progress, summary
 from shardwise.demo.text import standard_library, unigram_entropy
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.job import join_job
-from shardwise.sharding.movement import Collective
 
 _PROMPT = b"def "
 _SAMPLE_BYTES = 300
@@ -46,15 +46,16 @@ def run(options: Options) -> Outcome:
     trained = _train(setup, corpus.train, options, console, started)
     state = trained.state
     step_bytes = engine.measured_step_bytes(setup, corpus.train, options)
-    plain = replace(options, precision="fp32", accumulate=1, remat=False)
+    plain = replace(options, precision="fp32", accumulate=1, remat=False, sequence=False)
     eval_loss = engine.evaluate(setup, state, corpus.held_out, options)
     path = Path(options.out) / "weights.safetensors"
     weights = engine.full_weights(state)
     sample = _save_and_sample(weights, path) if job.rank == 0 else ""
     console.print(f"weights: {path}\nsample:\n{sample}\n", markup=False, highlight=False)
-    difference = None
+    difference, reference = None, ""
     if options.check:
         checked = train_sharded(corpus.train, options)
+        reference = checked.reference
         if job.rank == 0:
             difference = largest_difference(checked, corpus.train)
     outcome = Outcome(
@@ -74,6 +75,7 @@ def run(options: Options) -> Outcome:
         largest_difference=difference,
         weights=str(path),
         sample=sample,
+        reference=reference,
         losses=trained.losses,
         first_step=trained.first_step,
         recovery_seconds=trained.recovery_seconds,

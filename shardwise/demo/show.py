@@ -82,7 +82,7 @@ def summary(outcome: Outcome) -> Table:
     table.add_row("kinds, axes and order", order, "prediction")
     if outcome.largest_difference is not None:
         found = f"{outcome.largest_difference}"
-        table.add_row("largest weight difference", found, "split reference")
+        table.add_row("largest weight difference", found, outcome.reference)
     return table
 
 

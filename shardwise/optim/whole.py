@@ -2,7 +2,8 @@
 
 In a program their parameters are gathered for the update, one group at a time; see
 [Note: a step in several calls]. Beside the elementwise ones that costs, per rank and step,
-`(n - 1) / n` of the bytes of gradients, parameters and param-shaped state.
+`(n - 1) / n` of the bytes of gradients, parameters and param-shaped state, where n ranks along data
+and tensor axes have parts of them.
 """
 
 from __future__ import annotations

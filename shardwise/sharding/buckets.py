@@ -19,12 +19,14 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from shardwise.sharding.assembling import Assembly, make_assembly
 from shardwise.sharding.derived import Accumulation
 from shardwise.sharding.errors import PlanError
-from shardwise.sharding.layout import Layout, Regroup, make_layout
+from shardwise.sharding.layout import Layout, Regroup, frames_of, make_layout
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.plan import ParamInfo, Plan, Unit
 from shardwise.sharding.spec import Spec
+from shardwise.sharding.tensor_cuts import copy_axes
 
 Couples: TypeAlias = Literal["element", "tensor", "tree"]
 """What an optimizer must see whole."""
@@ -56,7 +58,8 @@ class Group:
         start: where the slice begins.
         layout: of the slice.
         work: the dtype that the optimizer computes in: that of the layout, if it is not narrower.
-        gather: from the slices of all ranks to whole tensors; None where this rank has them.
+        gather: from the slices of all data ranks to whole blocks; None where this rank has them.
+        assembly: from blocks to whole tensors, where tensor axes cut them.
     """
 
     key: str
@@ -66,11 +69,17 @@ class Group:
     layout: Layout
     work: torch.dtype
     gather: Regroup | None
+    assembly: Assembly | None = None
+
+    @property
+    def blocks(self) -> Layout:
+        """The layout that data axes do not cut."""
+        return self.gather.coarse if self.gather else self.layout
 
     @property
     def whole(self) -> Layout:
         """The layout of the whole tensors."""
-        return self.gather.coarse if self.gather else self.layout
+        return self.assembly.whole if self.assembly else self.blocks
 
     def working(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which the optimizer sees what rests in `dtype`."""
@@ -146,7 +155,7 @@ def route(source: Layout, target: Layout, mesh: Mesh) -> Route:
     if source.refines(target):
         return Route(source, target, Regroup(target, source, mesh), None)
     tensors = [(e.path, e.shape, e.dim) for e in source.entries]
-    whole = make_layout(tensors, (), mesh, source.dtype)
+    whole = make_layout(tensors, (), mesh, source.dtype, frames_of(source.entries))
     cut = Regroup(whole, target, mesh) if target.axes else None
     return Route(source, target, Regroup(whole, source, mesh), cut)
 
@@ -187,7 +196,7 @@ def _unit_buckets(
 def _alike(plan: Plan, info: ParamInfo) -> tuple[object, ...]:
     """What parameters of one bucket have in common."""
     homes = [plan.params[info.path], plan.grads.get(info.path), plan.opt.get(info.path)]
-    cuts = [_cut(spec, plan.mesh) if spec is not None else (0, ()) for spec in homes]
+    cuts = [_cut(plan, info.path, spec) if spec is not None else (0, ()) for spec in homes]
     nested = [
         inner[0] == outer[0] for n, outer in enumerate(cuts) for inner in cuts[n + 1 :] if outer[1]
     ]
@@ -195,14 +204,17 @@ def _alike(plan: Plan, info: ParamInfo) -> tuple[object, ...]:
     precision, path = plan.precision, info.path
     dtypes += [precision.gather[path], precision.reduce[path] if path in plan.grads else ""]
     rounds = path in precision.stochastic
-    return (tuple(axes for _, axes in cuts), tuple(nested), tuple(dtypes), rounds)
+    frame = plan.tensor.frames.get(path)
+    framed = () if frame is None else frame.axes
+    return (tuple(axes for _, axes in cuts), tuple(nested), tuple(dtypes), rounds, framed)
 
 
-def _cut(spec: Spec, mesh: Mesh) -> tuple[int, tuple[str, ...]]:
-    """The dimension that is cut and the axes that cut it; axes of size 1 cut nothing."""
+def _cut(plan: Plan, path: str, spec: Spec) -> tuple[int, tuple[str, ...]]:
+    """The dimension that data axes cut, and these axes; axes of size 1 cut nothing."""
     cuts = []
     for dim in range(spec.axes.ndim):
-        axes = tuple(axis for axis in spec.dim_axes(dim) if mesh[axis] > 1)
+        before = plan.compute[path].dim_axes(dim)
+        axes = tuple(a for a in spec.dim_axes(dim) if plan.mesh[a] > 1 and a not in before)
         if axes:
             cuts.append((dim, axes))
     if len(cuts) > 1:
@@ -231,9 +243,10 @@ def _make_bucket(
 
     def layout(home: str) -> Layout:
         specs = getattr(plan, home)
-        tensors = [(m.path, m.shape, _cut(specs[m.path], mesh)[0]) for m in members]
-        axes = _cut(specs[path], mesh)[1]
-        return make_layout(tensors, axes, mesh, torch_dtype(specs[path].dtype))
+        cuts = {m.path: _cut(plan, m.path, specs[m.path]) for m in members}
+        tensors = [(m.path, plan.tensor.block(m), cuts[m.path][0]) for m in members]
+        dtype = torch_dtype(specs[path].dtype)
+        return make_layout(tensors, cuts[path][1], mesh, dtype, plan.tensor.frames)
 
     params = layout("params")
     compute = layout("compute")
@@ -269,10 +282,17 @@ def _make_bucket(
         reduce=Regroup(compute.cast(reduced.dtype), reduced, mesh)
         if reduced is not None and reduced.axes
         else None,
-        sum_axes=tuple(a for a in plan.batch if landing and a not in landing.axes and mesh[a] > 1),
+        sum_axes=_sum_axes(plan, path, landing) if landing else (),
         keeps_whole=keeps_whole,
     )
     return replace(bucket, groups=_groups(bucket, opt, parts, mesh)) if opt else bucket
+
+
+def _sum_axes(plan: Plan, path: str, landing: Layout) -> tuple[str, ...]:
+    """Axes over whose ranks gradients are summed that do not cut them, in the order of the mesh."""
+    copies = copy_axes(plan.tensor.frames.get(path), tuple(plan.tensor.axes.values()))
+    axes = {*plan.batch, *copies} - {*landing.axes}
+    return tuple(axis for axis in plan.mesh if axis in axes and plan.mesh[axis] > 1)
 
 
 def _keeps_whole(accumulation: Accumulation, grads: Layout) -> bool:
@@ -295,10 +315,13 @@ def _groups(
     for (part, entries), start, stop in zip(runs, starts, [*starts[1:], opt.length], strict=True):
         moved = tuple(replace(entry, offset=entry.offset - start) for entry in entries)
         layout = Layout(opt.axes, moved, stop - start, opt.dtype)
-        gather = None
-        if part.couples != "element" and opt.axes:
-            whole = make_layout([(e.path, e.shape, e.dim) for e in moved], (), mesh, opt.dtype)
-            gather = Regroup(whole, layout, mesh)
         key = f"{bucket.name}:{part.label}" if part.label else bucket.name
-        groups.append(Group(key, bucket.unit, part.couples, start, layout, bucket.work, gather))
+        group = Group(key, bucket.unit, part.couples, start, layout, bucket.work, None)
+        if part.couples != "element":
+            if opt.axes:
+                tensors = [(e.path, e.shape, e.dim) for e in moved]
+                blocks = make_layout(tensors, (), mesh, opt.dtype, frames_of(moved))
+                group = replace(group, gather=Regroup(blocks, layout, mesh))
+            group = replace(group, assembly=make_assembly(group.blocks, mesh))
+        groups.append(group)
     return tuple(groups)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.sharding.mesh import Mesh
 
 try:
+    from torch._C._autograd import _top_saved_tensors_default_hooks
     from torch._subclasses import FakeTensor, FakeTensorMode
     from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -41,6 +42,7 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "add_all",
+    "assert_on_device",
     "check_and_multiply_all",
     "copy_all",
     "detached",
@@ -48,22 +50,32 @@ __all__ = [
     "dispatch_modes",
     "fused_adamw",
     "job_store",
+    "joined_group",
     "norms_of_all",
     "offset_in_file",
     "plain_tensors",
     "rebuild_parts",
+    "saved_tensor_hooks",
     "set_group_timeout",
     "set_thread_value",
     "storage_key",
     "thread_value",
     "timeout_of",
+    "without_functions",
+    "zero_all",
 ]
+
+without_functions = torch._C.DisableTorchFunction
+"""Context in which no mode sees which functions are called."""
 
 plain_tensors = torch._C.DisableTorchFunctionSubclass
 """Context in which subclasses are computed with as the plain tensors they are."""
 
 add_all = torch._foreach_add_
 """Add a list of tensors to a list of tensors of the same shapes, in one call."""
+
+zero_all = torch._foreach_zero_
+"""Fill a list of tensors with zeros, in one call."""
 
 copy_all = torch._foreach_copy_
 """Copy a list of tensors into a list of tensors of the same shapes, in one call."""
@@ -75,6 +87,9 @@ check_and_multiply_all = torch._amp_foreach_non_finite_check_and_unscale_
 """`(tensors, found, factor)`: multiply in place, and set `found` to 1 if an element was not finite;
 one call, and on CUDA one kernel, for tensors of one dtype."""
 
+
+assert_on_device = torch._assert_async
+"""`(condition, message)`: fail where the tensor lives, without waiting for it."""
 
 fused_adamw = torch._fused_adamw_
 """The kernel of `torch.optim.AdamW(fused=True)`, for lists of tensors of one dtype: without the
@@ -100,6 +115,17 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def saved_tensor_hooks() -> Any:
+    """What now packs the tensors that autograd saves; None if nothing does.
+
+    >>> with torch.autograd.graph.save_on_cpu():
+    ...     saved_tensor_hooks() is None
+    False
+    """
+    hooks = _top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks else None
+
+
 def set_thread_value(name: str, value: object) -> None:
     """Hold a value for this thread, and for the threads of a backward pass that it starts.
 
@@ -121,6 +147,11 @@ def timeout_of(group: dist.ProcessGroup, device_type: str) -> datetime.timedelta
     """How long a collective of a group may wait; None where the backend does not say."""
     options = getattr(group._get_backend(torch.device(device_type)), "options", None)
     return getattr(options, "_timeout", None)
+
+
+def joined_group(device_mesh: DeviceMesh, names: tuple[str, ...]) -> dist.ProcessGroup:
+    """The group of the ranks that differ along any of several axes of a mesh."""
+    return device_mesh[names]._flatten().get_group()
 
 
 def storage_key(tensor: torch.Tensor) -> int:

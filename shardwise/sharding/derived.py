@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shardwise.sharding.boundaries import Cast
+from shardwise.sharding.frames import Frame
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.rules import Rules
 from shardwise.sharding.spec import Spec
+from shardwise.sharding.tensor_cuts import TensorAxis
 from shardwise.sharding.tree import FrozenMap
 from shardwise.sharding.units import ParamInfo, Unit
 
@@ -71,6 +73,49 @@ class Accumulation:
 
 
 @dataclass(frozen=True, slots=True)
+class Naming:
+    """What is known of names beside the axes of the parameters.
+
+    Args:
+        sources: by parameter, where its axes come from, if they have names.
+        guesses: by parameter without named axes, what they may be; `tensor_parallel` uses them.
+        sizes: of names that shapes leave open.
+        ints: by path of an attribute of a module, the names that its integer counts.
+    """
+
+    sources: FrozenMap[str, str] = field(default_factory=FrozenMap)
+    guesses: FrozenMap[str, str] = field(default_factory=FrozenMap)
+    sizes: FrozenMap[str, int] = field(default_factory=FrozenMap)
+    ints: FrozenMap[str, str] = field(default_factory=FrozenMap)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """How layers are cut over mesh axes; see `tensor_parallel`.
+
+    Args:
+        axes: by the name that the user's mesh has for it.
+        frames: by parameter that is cut.
+        ints: by path of an attribute of a module, its value on every rank.
+        logits: `auto`, `gathered` or `cut`.
+        whole: by parameter that no axis cuts, why; for the table, not compared.
+        guessed: parameters whose axes are guesses; likewise.
+    """
+
+    axes: FrozenMap[str, TensorAxis] = field(default_factory=FrozenMap)
+    frames: FrozenMap[str, Frame] = field(default_factory=FrozenMap)
+    ints: FrozenMap[str, int] = field(default_factory=FrozenMap)
+    logits: str = "auto"
+    whole: FrozenMap[str, str] = field(default_factory=FrozenMap, compare=False)
+    guessed: frozenset[str] = field(default=frozenset(), compare=False)
+
+    def block(self, info: ParamInfo) -> tuple[int, ...]:
+        """The shape that a parameter has while its module runs."""
+        frame = self.frames.get(info.path)
+        return info.shape if frame is None else frame.block
+
+
+@dataclass(frozen=True, slots=True)
 class Base:
     """What a plan starts from, before any edit.
 
@@ -83,6 +128,7 @@ class Base:
     rules: Rules | None = None
     modules: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    naming: Naming = field(default_factory=Naming)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +149,4 @@ class Derived:
     precision: Precision
     loss_scale: LossScale | None
     remat: FrozenMap[str, Remat]
+    tensor: TensorParallel = field(default_factory=TensorParallel)

@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.sharding.axes import Axes
 from shardwise.sharding.derived import Accumulation, Derived
+from shardwise.sharding.describe_tensor import GUESS, tensor_lines
 from shardwise.sharding.edits import (
     AccumulateEdit,
     Edit,
@@ -26,7 +28,7 @@ from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.modules import ROOT
 from shardwise.sharding.precision import PrecisionEdit
 from shardwise.sharding.repeats import collapse, render_group
-from shardwise.sharding.spec import Spec, local_shape
+from shardwise.sharding.spec import Spec
 from shardwise.sharding.tree import selects
 from shardwise.sharding.units import ParamInfo
 
@@ -38,7 +40,8 @@ _UNIT_BYTES = 1024
 def describe(derived: Derived) -> str:
     """The table of a plan: repeated blocks in one line, bytes per rank, settings below.
 
-    `pad n` marks an uneven cut: so many rows of padding over all ranks, on the wire only.
+    `pad n` marks an uneven cut: so many rows of padding over all ranks, on the wire only, or in the
+    blocks that a tensor axis makes. Axes that are guesses are marked as such.
     The moments of the optimizer are known only to `lower`.
     """
     rows = {info.path: _row(derived, info) for info in derived.infos}
@@ -87,10 +90,20 @@ def difference(old: Derived, new: Derived) -> tuple[str, ...]:
     return tuple(_difference(old, new))
 
 
-def explain(derived: Derived, info: ParamInfo, edits: Iterable[tuple[Edit, str]]) -> str:
-    """Edits that touch a parameter, in replay order, and the specs that result."""
+def explain(
+    derived: Derived, info: ParamInfo, edits: Iterable[tuple[Edit, str]], source: str = ""
+) -> str:
+    """Edits that touch a parameter, in replay order, and the specs that result.
+
+    Args:
+        derived: the layouts.
+        info: the parameter.
+        edits: with their call sites.
+        source: where its axes come from; empty: it has no named ones.
+    """
     names = f"  (also {', '.join(info.aliases)})" if info.aliases else ""
-    head = f"{info.path}{names}   shape {info.shape}   axes '{info.axes}'   {derived.mesh!r}"
+    named = f" (from: {source})" if source and info.axes != Axes.anonymous(info.axes.ndim) else ""
+    head = f"{info.path}{names}   shape {info.shape}   axes '{info.axes}'{named}   {derived.mesh!r}"
     touching = [
         f"  {edit.by or edit.kind}  [{edit.phase}]  {site}"
         for edit, site in edits
@@ -132,7 +145,8 @@ def _precision_lines(derived: Derived) -> Iterator[str]:
 def _row(derived: Derived, info: ParamInfo) -> tuple[str, ...]:
     specs = (getattr(derived, layout).get(info.path) for layout in _LAYOUTS)
     cells = ("-" if spec is None else _cell(derived, info, spec) for spec in specs)
-    return str(info.shape), str(info.axes), *cells
+    mark = f" {GUESS}" if info.path in derived.tensor.guessed else ""
+    return str(info.shape), f"{info.axes}{mark}", *cells
 
 
 def _cell(derived: Derived, info: ParamInfo, spec: Spec) -> str:
@@ -171,6 +185,7 @@ def _footer(derived: Derived, rest_bytes: Mapping[str, int]) -> Iterator[str]:
         f"{f', {len(frozen)} frozen' if frozen else ''}   {units} units"
     )
     yield "   ".join(settings)
+    yield from tensor_lines(derived)
     yield from _precision_lines(derived)
     total = format_bytes(sum(rest_bytes.values()))
     yield f"at rest per rank: {total} (optimizer moments: see lower)"
@@ -198,7 +213,10 @@ def _real(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
 
 
 def _local_bytes(derived: Derived, info: ParamInfo, spec: Spec) -> int:
-    block = local_shape(spec, info.shape, derived.mesh)
+    before, block = derived.compute[info.path], list(derived.tensor.block(info))
+    for dim, rows in enumerate(block):
+        axes = tuple(axis for axis in spec.dim_axes(dim) if axis not in before.dim_axes(dim))
+        block[dim] = -(-rows // derived.mesh.product(axes))
     return math.prod(block) * getattr(torch, spec.dtype).itemsize
 
 

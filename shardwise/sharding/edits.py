@@ -29,6 +29,9 @@ PHASES = (
 REDUCE_MODES = ("auto", "each", "once")
 """When micro-steps bring gradients to their shards."""
 
+LOGITS_MODES = ("auto", "gathered", "cut")
+"""What the last layer of a model whose vocabulary is cut gives."""
+
 GATHER_MODES = ("micro", "step")
 """How long gathered weights are kept."""
 
@@ -101,6 +104,55 @@ class HomeEdit(Edit):
     def phase(self) -> str:
         """The home is its own phase."""
         return self.home
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEdit(Edit):
+    """Cut layers over a mesh axis, by the names of the dimensions of their parameters.
+
+    `names` are those that are cut, None: by the rules of the plan or the default ones. `logits`
+    says what the last layer gives: `auto`, `gathered` or `cut`.
+    """
+
+    kind: ClassVar[str] = "tensor"
+    axis: str
+    names: tuple[str, ...] | None = None
+    logits: str = "auto"
+
+    def __post_init__(self) -> None:
+        Edit.__post_init__(self)
+        if self.logits not in LOGITS_MODES:
+            raise PlanError(
+                f"{self.by or 'a tensor edit'} has no possible logits.",
+                where="argument logits of tensor_parallel()",
+                facts=f"logits is {self.logits!r}; allowed: {', '.join(map(repr, LOGITS_MODES))}.",
+                why="It says whether ranks have all logits of their tokens, or a part of each.",
+                fix=nearest(str(self.logits), LOGITS_MODES),
+                logits=self.logits,
+            )
+
+    @property
+    def phase(self) -> str:
+        """Before data axes cut what it leaves."""
+        return "tensor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceEdit(Edit):
+    """Cut activations along the sequence over a tensor axis, between the layers it cuts."""
+
+    kind: ClassVar[str] = "sequence"
+    axis: str
+    active: bool = True
+
+    def __post_init__(self) -> None:
+        Edit.__post_init__(self)
+        _refuse_mask(self, "Activations between layers are cut alike")
+
+    @property
+    def phase(self) -> str:
+        """Its own."""
+        return "sequence"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,15 +75,23 @@ class Placeholder(torch.Tensor):
         if func in _ANSWERED_BY_META:
             with plain_tensors():
                 return func(*args, **(kwargs or {}))
-        args, keywords = tree_map(_value, (args, dict(kwargs or {})), none_is_leaf=True)
+        args, keywords = tree_map(bound, (args, dict(kwargs or {})), none_is_leaf=True)
         return func(*args, **keywords)
 
     def __repr__(self, **_: Any) -> str:
         return f"Placeholder({self.path!r}, shape={tuple(self.shape)})"
 
 
-def _value(leaf: Any) -> Any:
-    return leaf.resolve(leaf.path) if isinstance(leaf, Placeholder) else leaf
+def bound(value: Any) -> Any:
+    """What the engine has bound in the place of a placeholder; anything else as it is.
+
+    A placeholder has the shape of the whole parameter: a function that asks a parameter for its
+    shape, and not only computes with it, has to see the block that this rank has.
+
+    >>> bound(3)
+    3
+    """
+    return value.resolve(value.path) if isinstance(value, Placeholder) else value
 
 
 @dataclass(frozen=True)

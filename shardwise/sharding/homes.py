@@ -42,21 +42,22 @@ class Cut(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The parameter to cut: a home cuts further what its compute layout leaves whole."""
+    """The parameter to cut: a home cuts the blocks of its compute layout, of the shape `block`."""
 
     info: ParamInfo
     compute: Spec
     mesh: Mesh
+    block: tuple[int, ...]
 
     @property
-    def free(self) -> list[int]:
-        """Dimensions that the compute layout does not cut."""
+    def by_choice(self) -> list[int]:
+        """Dimensions, those first that the compute layout does not cut."""
         taken = {at[0] for at, _ in self.compute.shards}
-        return [dim for dim in range(len(self.info.shape)) if dim not in taken]
+        return sorted(range(len(self.block)), key=lambda dim: (dim in taken, dim))
 
     def divides(self, dim: int, parts: int) -> bool:
-        """Whether a dimension falls into equal parts."""
-        return self.info.shape[dim] % parts == 0
+        """Whether a dimension of the block falls into equal parts."""
+        return self.block[dim] % parts == 0
 
     def spec(self, cut: Cut) -> Spec:
         """The layout after the cut."""
@@ -119,8 +120,9 @@ def _cut(target: Target, request: Request, outer: Cut, goals: Sequence[int]) -> 
     dim = _find_dim(target.info, request.on)
     if dim is None:
         return _no_dim(target, request)
-    axes, parts = _all_axes(target, Cut(dim, request.axes))
-    if not target.divides(dim, parts) and not (request.pad and len(_real(axes, target.mesh)) == 1):
+    parts = target.mesh.product(request.axes)
+    alone = len(_real(request.axes, target.mesh)) == 1
+    if not target.divides(dim, parts) and not (request.pad and alone):
         return _uneven(target, request, dim)
     return Cut(dim, request.axes)
 
@@ -129,29 +131,21 @@ def _auto(target: Target, axes: tuple[str, ...], outer: Cut, goals: Sequence[int
     """The coarser home's dimension, else the first that reaches the highest of the goals."""
     if outer.axes and target.divides(outer.dim, target.mesh.product(axes)):
         return Cut(outer.dim, axes)
-    free = target.free
     for parts in goals:
-        for dim in free:
+        for dim in target.by_choice:
             if target.divides(dim, parts):
                 return Cut(dim, axes)
-    if outer.axes or not free:
+    if outer.axes:
         return outer
     # Chunks of chunks would depend on the order of the axes, so only one axis cuts unevenly;
     # axes of size 1 in front of it stay, or a finer home would no longer begin with them.
     last = axes.index(_real(axes, target.mesh)[0])
-    return Cut(free[0], axes[: last + 1])
+    return Cut(target.by_choice[0], axes[: last + 1])
 
 
 def _real(axes: Sequence[str], mesh: Mesh) -> list[str]:
     """Axes that have more than one rank."""
     return [axis for axis in axes if mesh[axis] > 1]
-
-
-def _all_axes(target: Target, cut: Cut) -> tuple[tuple[str, ...], int]:
-    """Every axis that cuts the dimension after the cut, and the number of blocks that makes."""
-    before = [axis for at, axes in target.compute.shards if at[0] == cut.dim for axis in axes]
-    axes = (*before, *cut.axes)
-    return axes, target.mesh.product(axes)
 
 
 def _find_dim(info: ParamInfo, on: str | int) -> int | None:
@@ -179,8 +173,8 @@ def _no_dim(target: Target, request: Request) -> Failure:
 
 def _uneven(target: Target, request: Request, dim: int) -> Failure:
     info, mesh, cut = target.info, target.mesh, Cut(dim, request.axes)
-    axes, parts = _all_axes(target, cut)
-    size = info.shape[dim]
+    axes, parts = request.axes, mesh.product(request.axes)
+    size = target.block[dim]
     why = f"{mesh!r}.  Dimension chosen by on={request.on!r}."
     if request.pad:
         why += "\npad=True cuts over one axis only: chunks of chunks depend on the axis order."
@@ -212,8 +206,8 @@ def _sizes(axes: Sequence[str], mesh: Mesh) -> str:
 
 
 def _uneven_fix(target: Target, request: Request, cut: Cut) -> str:
-    axes, parts = _all_axes(target, cut)
-    size = target.info.shape[cut.dim]
+    axes, parts = request.axes, target.mesh.product(request.axes)
+    size = target.block[cut.dim]
     auto = _auto(target, request.axes, WHOLE, [target.mesh.product(request.axes)])
     even = auto.axes == request.axes and target.divides(auto.dim, parts)
     manner = "" if even else " unevenly"

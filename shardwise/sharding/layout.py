@@ -15,27 +15,38 @@ fine buffers are stacked as `[innermost, ..., outermost, length]`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from shardwise.sharding.frames import Frame
 from shardwise.sharding.mesh import Mesh
 
 _ALIGN_ELEMENTS = 32
+_NO_FRAMES: Mapping[str, Frame] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor in a flat buffer; `block` is its padded local shape, cut along `dim`."""
+    """One tensor in a flat buffer; `block` is its padded local shape, cut along `dim`.
+
+    Of a parameter that tensor axes cut, `shape` is that of the block in its `frame`.
+    """
 
     path: str
     shape: tuple[int, ...]
     dim: int
     block: tuple[int, ...]
     offset: int
+    frame: Frame | None = None
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Shape of the global tensor."""
+        return self.shape if self.frame is None else self.frame.shape
 
     @property
     def numel(self) -> int:
@@ -78,6 +89,19 @@ class Layout:
         spans = [(e.offset + e.numel, end) for e, end in zip(self.entries, ends, strict=True)]
         return tuple(span for span in spans if span[0] < span[1])
 
+    @cached_property
+    def cuts(self) -> tuple[list[int], list[int], list[int]]:
+        """The buffer as pieces in a row: their sizes, and which are blocks and which are gaps."""
+        sizes, places, gaps = list[int](), list[int](), list[int]()
+        ends = [entry.offset for entry in self.entries[1:]] + [self.length]
+        for entry, end in zip(self.entries, ends, strict=True):
+            places.append(len(sizes))
+            sizes.append(entry.numel)
+            if entry.offset + entry.numel < end:
+                gaps.append(len(sizes))
+                sizes.append(end - entry.offset - entry.numel)
+        return sizes, places, gaps
+
     def refines(self, coarse: Layout) -> bool:
         """Whether every block here is a part of the block of the same tensor there."""
         if self.axes[: len(coarse.axes)] != coarse.axes:
@@ -94,13 +118,14 @@ def pack(
     blocks: Sequence[tuple[str, tuple[int, ...], int, tuple[int, ...]]],
     axes: tuple[str, ...],
     dtype: torch.dtype,
+    frames: Mapping[str, Frame] = _NO_FRAMES,
 ) -> Layout:
     """Lay `(path, shape, dim, block)` out one after the other at aligned offsets."""
     step = _ALIGN_ELEMENTS
     entries: list[Entry] = []
     offset = 0
     for path, shape, dim, block in blocks:
-        entries.append(Entry(path, shape, dim, block, offset))
+        entries.append(Entry(path, shape, dim, block, offset, frames.get(path)))
         offset += -(-math.prod(block) // step) * step
     return Layout(axes, tuple(entries), offset, dtype)
 
@@ -110,8 +135,17 @@ def make_layout(
     axes: tuple[str, ...],
     mesh: Mesh,
     dtype: torch.dtype,
+    frames: Mapping[str, Frame] = _NO_FRAMES,
 ) -> Layout:
-    """Layout of `(path, shape, dim)` tensors cut along `dim` over `axes`."""
+    """Layout of `(path, shape, dim)` tensors cut along `dim` over `axes`.
+
+    Args:
+        tensors: with the shapes that the axes cut.
+        axes: of the mesh, major to minor.
+        mesh: sizes of the axes.
+        dtype: of the buffer.
+        frames: by path, of tensors whose shapes are those of blocks.
+    """
     parts = mesh.product(axes)
     blocks = []
     for path, shape, dim in tensors:
@@ -119,7 +153,12 @@ def make_layout(
         if parts > 1:
             block[dim] = -(-shape[dim] // parts)
         blocks.append((path, shape, dim, tuple(block)))
-    return pack(blocks, axes, dtype)
+    return pack(blocks, axes, dtype, frames)
+
+
+def frames_of(entries: Iterable[Entry]) -> dict[str, Frame]:
+    """The frames of tensors that have one, by path."""
+    return {entry.path: entry.frame for entry in entries if entry.frame is not None}
 
 
 class Regroup:

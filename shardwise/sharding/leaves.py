@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -13,9 +14,11 @@ from torch.distributed.tensor import DTensor
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.derived import LossScale
 from shardwise.sharding.errors import StateError, nearest, summarise
+from shardwise.sharding.frames import tiles_of
 from shardwise.sharding.layout import Entry, Layout
+from shardwise.sharding.lying import local_runs, rectangle
 from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.placements import as_dtensor
+from shardwise.sharding.placements import as_dtensor, on_whole_dims
 from shardwise.sharding.spec import Spec, local_range
 from shardwise.sharding.units import dtype_name
 
@@ -50,18 +53,30 @@ class Home:
     transient: frozenset[str] = frozenset()
     origin: Any = field(default=None, compare=False, repr=False)
 
-    def leaf(self, flat: Tensor, layout: Layout, path: str, home: str) -> DTensor:
-        """One parameter-shaped leaf as a DTensor over a view of its bucket."""
+    def leaf(self, flat: Tensor, layout: Layout, path: str, home: str) -> Tensor:
+        """One parameter-shaped leaf over a view of its bucket.
+
+        A DTensor wherever torch has placements for its layout. Parts of a fused dimension that
+        tensor axes cut have none, nor have blocks of an uneven cut that data axes cut again on the
+        same dimension: such a leaf is the plain local block, padded. `to_global` of the mapping
+        joins blocks.
+        """
         entry = layout.by_path[path]
         spec = self.specs[home][path]
-        if flat.dtype != layout.dtype:  # optimizer state of a dtype of its own
-            spec = spec.with_(dtype=dtype_name(flat.dtype))
         local = entry.view(flat)
-        if layout.axes:
+        if entry.frame is not None:
+            whole_dims = on_whole_dims(spec, self.mesh, entry.whole)
+            if whole_dims is None:
+                return local
+            spec = whole_dims
+            local = rectangle(local, (0,) * local.ndim, owned(self, layout, entry))
+        elif layout.axes:
             coords = self.mesh.coords(self.rank)
             start, stop = local_range(spec, entry.shape, self.mesh, coords, entry.dim)
             local = local.narrow(entry.dim, 0, stop - start)
-        return as_dtensor(local, spec, self.mesh, entry.shape, self.device_mesh)
+        if flat.dtype != layout.dtype:  # optimizer state of a dtype of its own
+            spec = spec.with_(dtype=dtype_name(flat.dtype))
+        return as_dtensor(local, spec, self.mesh, entry.whole, self.device_mesh)
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -93,8 +108,8 @@ Layouts: TypeAlias = Mapping[str, tuple[Layout, str]]
 """Path to the layout that holds it and the key of the buffer with that layout."""
 
 
-class Leaves(Mapping[str, DTensor]):
-    """Named DTensor leaves over flat buckets, made on demand; nothing is copied."""
+class Leaves(Mapping[str, Tensor]):
+    """Named leaves over flat buckets, made on demand; nothing is copied."""
 
     def __init__(
         self,
@@ -108,13 +123,38 @@ class Leaves(Mapping[str, DTensor]):
         self.layouts = layouts
         self.flats = flats
 
-    def __getitem__(self, path: str) -> DTensor:
+    def __getitem__(self, path: str) -> Tensor:
         found = self.layouts.get(self.home.aliases.get(path, path))
         if found is None:
             raise KeyError(f"{self.name} has no leaf {path!r}; {nearest(path, self.layouts)}")
         layout, key = found
         path = self.home.aliases.get(path, path)
         return self.home.leaf(self.flats()[key], layout, path, self.name)
+
+    def block(self, path: str) -> Tensor | None:
+        """The padded local block of a leaf that tensor axes cut; None for others."""
+        path = self.home.aliases.get(path, path)
+        layout, key = self.layouts[path]
+        entry = layout.by_path[path]
+        return None if entry.frame is None else entry.view(self.flats()[key])
+
+    def joined(self, path: str, blocks: Sequence[Tensor]) -> Tensor:
+        """The global tensor behind a leaf that tensor axes cut, in the model's own order.
+
+        Args:
+            path: of the leaf.
+            blocks: of all ranks, from `block`.
+        """
+        path = self.home.aliases.get(path, path)
+        layout, mesh = self.layouts[path][0], self.home.mesh
+        entry = layout.by_path[path]
+        whole = blocks[0].new_empty(entry.whole)
+        for rank, block in enumerate(blocks):
+            for tile in tiles_of(local_runs(entry, layout, mesh, mesh.coords(rank))):
+                rectangle(whole, tile.offsets, tile.sizes).copy_(
+                    rectangle(block, tile.at, tile.sizes)
+                )
+        return whole
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layouts)
@@ -152,17 +192,23 @@ def landing_layouts(home: Home) -> Layouts:
 
 
 def fill_layout(target: Tensor, layout: Layout, leaves: Mapping[str, Any], home: Home) -> None:
-    """Copy leaves (DTensors in the home's spec, or local blocks) into a flat buffer."""
+    """Copy leaves (DTensors in the home's spec, or local blocks) into a flat buffer of zeros."""
     faults = []
+    coords = home.mesh.coords(home.rank)
     for entry in layout.entries:
         value = leaves[entry.path]
         local = value.to_local() if isinstance(value, DTensor) else value
-        slot = entry.view(target)
-        if layout.axes:
-            slot = slot.narrow(entry.dim, 0, _owned_rows(home, layout, entry))
-        if not isinstance(local, Tensor) or local.shape != slot.shape:
+        slot = rectangle(entry.view(target), (0,) * len(entry.block), owned(home, layout, entry))
+        padded = entry.frame is not None and not isinstance(value, DTensor)
+        shape = torch.Size(entry.block) if padded else slot.shape
+        if not isinstance(local, Tensor) or local.shape != shape:
             got = tuple(local.shape) if isinstance(local, Tensor) else type(local).__name__
-            faults.append(f"{entry.path}: has {got}, needs {tuple(slot.shape)} on rank {home.rank}")
+            faults.append(f"{entry.path}: has {got}, needs {tuple(shape)} on rank {home.rank}")
+        elif padded:
+            # What was padding may be anything by now.
+            for tile in tiles_of(local_runs(entry, layout, home.mesh, coords)):
+                rows = rectangle(entry.view(target), tile.at, tile.sizes)
+                rows.copy_(rectangle(local, tile.at, tile.sizes))
         else:
             slot.copy_(local)
     if faults:
@@ -175,9 +221,15 @@ def fill_layout(target: Tensor, layout: Layout, leaves: Mapping[str, Any], home:
         )
 
 
-def _owned_rows(home: Home, layout: Layout, entry: Entry) -> int:
-    """How many rows of a block are this rank's; the rest is padding."""
-    parts = home.mesh.product(layout.axes)
-    place = home.mesh.index(layout.axes, home.mesh.coords(home.rank))
-    rows = -(-entry.shape[entry.dim] // parts)
-    return max(0, min(rows, entry.shape[entry.dim] - place * rows))
+def owned(home: Home, layout: Layout, entry: Entry) -> tuple[int, ...]:
+    """How much of a padded block is this rank's, by dimension; the rest is padding.
+
+    Args:
+        home: of the rank.
+        layout: of the block.
+        entry: of the layout.
+    """
+    if entry.frame is None and not layout.axes:
+        return entry.block
+    runs = local_runs(entry, layout, home.mesh, home.mesh.coords(home.rank))
+    return tuple(sum(run.count for run in along) for along in runs)

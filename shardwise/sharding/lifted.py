@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.sharding.compat import StridedShard
 from shardwise.sharding.errors import SimulationError
+from shardwise.sharding.leaves import Leaves
 
 
 class Lifted:
@@ -86,7 +88,9 @@ def to_global(value: Any) -> Any:
     """The whole tensors behind DTensors, lifted DTensors, and mappings or named tuples of them.
 
     In a real job this is a collective: every rank calls it, in the same order. Costs an all-gather
-    of each leaf and memory for the whole result on every rank.
+    of each leaf and memory for the whole result on every rank. A leaf that is no DTensor, as tensor
+    axes cut parts of a fused dimension, says nothing of the others: pass the mapping that it is in,
+    such as `state.params`.
 
     Raises:
         SimulationError: simulated ranks hold different values of something that is not sharded.
@@ -98,6 +102,8 @@ def to_global(value: Any) -> Any:
         return _whole_of_ranks(value)
     if isinstance(value, DTensor):
         return _whole(value)
+    if isinstance(value, Leaves):
+        return {path: _whole_leaf(value, path) for path in value}
     if isinstance(value, Mapping):
         return {key: to_global(part) for key, part in value.items()}
     if isinstance(value, tuple):
@@ -114,8 +120,26 @@ def _whole(value: DTensor) -> Tensor:
     return value.full_tensor()
 
 
+def _whole_leaf(leaves: Leaves, path: str) -> Any:
+    block = leaves.block(path)
+    if block is None:
+        return to_global(leaves[path])
+    blocks = [torch.empty_like(block) for _ in range(leaves.home.mesh.size)]
+    dist.all_gather(blocks, block)
+    return leaves.joined(path, blocks)
+
+
+def _whole_leaf_of_ranks(value: Lifted, path: str) -> Any:
+    blocks = [leaves.block(path) for leaves in value.ranks]
+    if blocks[0] is None:
+        return to_global(value.map(operator.getitem, path))
+    return value.ranks[0].joined(path, blocks)
+
+
 def _whole_of_ranks(value: Lifted) -> Any:
     first = value.ranks[0]
+    if isinstance(first, Leaves):
+        return {path: _whole_leaf_of_ranks(value, path) for path in first}
     if isinstance(first, DTensor):
         return _assemble(value.ranks)
     if isinstance(first, Mapping):
@@ -137,20 +161,23 @@ def _whole_of_ranks(value: Lifted) -> Any:
 
 
 def _assemble(ranks: tuple[Any, ...]) -> Tensor:
-    """Join the blocks of all ranks along the one dimension that is cut."""
+    """Join the blocks of all ranks along the dimensions that are cut."""
     first: DTensor = ranks[0]
-    cuts = [
-        (axis, placement)
-        for axis, placement in enumerate(first.placements)
-        if isinstance(placement, Shard | StridedShard)
-    ]
-    if not cuts:
-        return first.to_local()
-    dim = cuts[0][1].dim
-    order = sorted(range(len(cuts)), key=lambda i: getattr(cuts[i][1], "split_factor", 1))
+    cuts: dict[int, list[tuple[int, int]]] = {}
+    for axis, placement in enumerate(first.placements):
+        if isinstance(placement, Shard | StridedShard):
+            factor = getattr(placement, "split_factor", 1)
+            cuts.setdefault(placement.dim, []).append((factor, axis))
+    dims = sorted(cuts)
     mesh = first.device_mesh
-    blocks: dict[tuple[int, ...], Tensor] = {}
+    blocks: dict[tuple[tuple[int, ...], ...], Tensor] = {}
     for rank, value in enumerate(ranks):
         place = (mesh.mesh == rank).nonzero()[0].tolist()
-        blocks.setdefault(tuple(place[cuts[i][0]] for i in order), value.to_local())
-    return torch.cat([blocks[place] for place in sorted(blocks)], dim=dim)
+        at = tuple(tuple(place[axis] for _, axis in sorted(cuts[dim])) for dim in dims)
+        blocks.setdefault(at, value.to_local())
+    for dim in reversed(dims):
+        rows: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
+        for at in sorted(blocks):
+            rows.setdefault(at[:-1], []).append(blocks[at])
+        blocks = {at: torch.cat(parts, dim=dim) for at, parts in rows.items()}
+    return blocks[()]

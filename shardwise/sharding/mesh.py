@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ class Mesh:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     links: tuple[str, ...]
+    joins: tuple[tuple[str, tuple[str, ...]], ...]
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class Mesh:
         object.__setattr__(self, "names", tuple(axes))
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "links", tuple(links.get(name, "") for name in axes))
+        object.__setattr__(self, "joins", ())
 
     @property
     def size(self) -> int:
@@ -62,12 +65,14 @@ class Mesh:
         return math.prod(self.sizes)
 
     def __getitem__(self, axis: str) -> int:
-        """Size of one axis."""
+        """Size of one axis, or of a joined one."""
         self.check(axis)
+        if axis not in self.names:
+            return self.product(self.parts(axis))
         return self.sizes[self.names.index(axis)]
 
     def __contains__(self, axis: object) -> bool:
-        return axis in self.names
+        return axis in self.names or any(axis == name for name, _ in self.joins)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -83,7 +88,7 @@ class Mesh:
     def check(self, *axes: str) -> None:
         """Raise `MeshError` for a name that is no axis of this mesh."""
         for axis in axes:
-            if axis not in self.names:
+            if axis not in self:
                 raise MeshError(
                     f"{axis!r} is not an axis of {self!r}.",
                     why="Transforms name mesh axes.",
@@ -127,8 +132,42 @@ class Mesh:
 
     def peers(self, axis: str, rank: int) -> tuple[int, ...]:
         """Ranks that differ from `rank` only along `axis`, in axis order."""
-        coords = self.coords(rank)
-        return tuple(self.rank({**coords, axis: i}) for i in range(self[axis]))
+        coords, parts = self.coords(rank), self.parts(axis)
+        places = itertools.product(*(range(self[part]) for part in parts))
+        return tuple(
+            self.rank({**coords, **dict(zip(parts, place, strict=True))}) for place in places
+        )
+
+    def parts(self, axis: str) -> tuple[str, ...]:
+        """The axes that a name stands for: itself, or those that a joined name joins."""
+        return dict(self.joins).get(axis, (axis,))
+
+    def expand(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The same axes with joined names written out.
+
+        >>> Mesh(tp=4).split_joined("tp", {"tp0": 2, "tp1": 2}).expand(["tp"])
+        ('tp0', 'tp1')
+        """
+        return tuple(part for axis in axes for part in self.parts(axis))
+
+    @property
+    def whole(self) -> Mesh:
+        """The mesh with all joined axes as one each, as it was before they were split."""
+        parts = {part: name for name, axes in self.joins for part in axes}
+        names = tuple(dict.fromkeys(parts.get(name, name) for name in self.names))
+        links = dict(zip((parts.get(n, n) for n in self.names), self.links, strict=True))
+        return Mesh(world=self.size, links=links, **{name: self[name] for name in names})
+
+    def split_joined(self, axis: str, sizes: Mapping[str, int]) -> Mesh:
+        """As `split`, but the axis stays a name for collectives over all of its parts.
+
+        >>> mesh = Mesh(dp=2, tp=4).split_joined("tp", {"tp0": 2, "tp1": 2})
+        >>> mesh, mesh["tp"], mesh.peers("tp", 0), mesh.whole
+        (Mesh(dp=2, tp0=2, tp1=2), 4, (0, 1, 2, 3), Mesh(dp=2, tp=4))
+        """
+        made = self.split(axis, **sizes)
+        object.__setattr__(made, "joins", (*self.joins, (axis, tuple(sizes))))
+        return made
 
     def split(self, axis: str, **parts: int) -> Mesh:
         """Replace one axis by several, major to minor; one part may be -1.

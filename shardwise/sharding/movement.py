@@ -7,46 +7,16 @@ simulation, or nothing) and refuses any call whose kind, axis or bytes were not 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from shardwise.sharding.collectives import Collective, all_reduce_bytes
 from shardwise.sharding.errors import ImplicitCommError, RankError
-from shardwise.sharding.layout import Layout, Regroup
 from shardwise.sharding.lost import is_lost, lost_peers
 from shardwise.sharding.mesh import Mesh
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """One collective over one mesh axis.
-
-    Args:
-        kind: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
-        axis: the mesh axis it runs over; `*`: all ranks of the job.
-        nbytes: payload bytes that leave one rank: `(n - 1) / n` of the full buffer, twice that
-            for an all-reduce.
-        unit: whose tensors move; `""` is the root.
-        reason: `forward`, `backward`, `grads`, `scalars`, `buffers`, `norm`, `update`, `agree`.
-        dtype: of the elements.
-    """
-
-    kind: str
-    axis: str
-    nbytes: int
-    unit: str
-    reason: str
-    dtype: torch.dtype = field(default=torch.float32, compare=False)
-
-    def buffer_bytes(self, ranks: int) -> int:
-        """Bytes of the whole buffer, of which `nbytes` leave one of so many ranks."""
-        passes = 2 if self.kind == "all_reduce" else 1
-        return -(-self.nbytes * ranks // (passes * (ranks - 1)))
-
-    def __str__(self) -> str:
-        return f"{self.kind:<14} {self.axis:<8} {self.nbytes:>14,} B  {self.reason:<8} {self.unit}"
 
 
 class Pending(Protocol):
@@ -123,6 +93,7 @@ class Mover:
         self.transport = transport
         self.executed: list[Collective] = []
         self.busy = False
+        self._sizes = {axis: mesh[axis] for axis in (*mesh, *(name for name, _ in mesh.joins))}
         self.call = "a call"  # what the user has called, for errors
         self._expected: tuple[Collective, ...] = ()
         self._lost: tuple[str, int | None] | None = None
@@ -136,6 +107,29 @@ class Mover:
         """Add what is known only now."""
         self._expected = (*self._expected, *more)
 
+    def amend(self, item: Collective) -> Collective:
+        """Expect other bytes next: an activation is as large as its batch, which may change.
+
+        Args:
+            item: in the place of one of the same kind and axis.
+
+        Returns:
+            What is expected now, if that is the same; else the item.
+        """
+        position = len(self.executed)
+        was = self._expected[position] if position < len(self._expected) else None
+        if was is None or was is item or was == item:
+            return was or item
+        if replace(was, nbytes=item.nbytes, dtype=item.dtype) == item:
+            self._expected = (*self._expected[:position], item, *self._expected[position + 1 :])
+        return item
+
+    def skip(self, items: Sequence[Collective]) -> None:
+        """Leave out what comes next, as all peers of the axis do: activations of a skipped unit."""
+        position = len(self.executed)
+        assert self._expected[position : position + len(items)] == tuple(items)
+        self._expected = self._expected[:position] + self._expected[position + len(items) :]
+
     @property
     def can_join(self) -> bool:
         """Whether what is left of a call can be run with nothing to give.
@@ -145,16 +139,24 @@ class Mover:
         rest = self._expected[len(self.executed) :]
         return self._lost is None and all(item.kind != "all_to_all" for item in rest)
 
-    def finish_with_zeros(self, device: torch.device) -> None:
+    def finish_with_zeros(
+        self, device: torch.device, items: Sequence[Collective | None] = ()
+    ) -> None:
         """Run what is left of a call with nothing to give, after a failure on this rank.
 
         The other ranks are in the middle of the same list; they must not be left alone.
+
+        Args:
+            device: where tensors live.
+            items: all collectives of the call in the sizes that the others use, None for those that
+                they leave out; default: as predicted.
 
         Raises:
             RankError: peers were lost before, so nobody is there to be joined.
         """
         if self._lost is not None:
             raise self._lost_error(*self._lost)
+        self._refit(items)
         for item in self._expected[len(self.executed) :]:
             size = self.mesh[item.axis]
             count = item.buffer_bytes(size) // item.dtype.itemsize
@@ -165,6 +167,16 @@ class Mover:
                 finish(self.reduce_scatter(whole.new_zeros(count // size), whole, item))
             else:
                 finish(self.all_reduce(whole, item))
+
+    def _refit(self, items: Sequence[Collective | None]) -> None:
+        """Expect the same as before in other sizes; what was skipped lies before what is left."""
+        done = len(self.executed)
+        left = self._expected[done:]
+        fitted = tuple(items)[len(items) - len(left) :] if len(left) <= len(items) else ()
+        pairs = zip(fitted, left, strict=False)
+        if all(one is None or replace(one, nbytes=was.nbytes) == was for one, was in pairs):
+            rest = (one for one in fitted if one is not None)
+            self._expected = (*self._expected[:done], *rest) if fitted else self._expected
 
     def end(self) -> None:
         """Check that everything predicted has run."""
@@ -194,7 +206,7 @@ class Mover:
 
     def all_reduce(self, whole: Tensor, item: Collective) -> Pending | None:
         """See `Transport.all_reduce`; `item` is the prediction."""
-        self._check("all_reduce", all_reduce_bytes(whole.nbytes, self.mesh[item.axis]), item)
+        self._check("all_reduce", all_reduce_bytes(whole.nbytes, self._sizes[item.axis]), item)
         return self._run(item, self.transport.all_reduce, whole, item.axis)
 
     def all_to_all(
@@ -271,50 +283,6 @@ class Mover:
         )
 
 
-def all_reduce_bytes(nbytes: int, ranks: int) -> int:
-    """Payload bytes of an all-reduce: a reduce-scatter and an all-gather."""
-    return 2 * nbytes * (ranks - 1) // ranks
-
-
-def gather_items(group: Regroup, unit: str, reason: str) -> tuple[Collective, ...]:
-    """The collectives that turn fine buffers into the stacked whole: outermost axis first."""
-    items = []
-    nbytes = group.fine.nbytes
-    for axis, size in zip(group.outer_first, reversed(group.stack[:-1]), strict=True):
-        dtype = group.fine.dtype
-        items.append(Collective("all_gather", axis, (size - 1) * nbytes, unit, reason, dtype))
-        nbytes *= size
-    return tuple(items)
-
-
-def scatter_items(group: Regroup, unit: str, reason: str) -> tuple[Collective, ...]:
-    """The collectives that sum and cut the stacked whole: innermost axis first."""
-    items = []
-    nbytes = group.fine.nbytes * group.parts
-    for axis, size in zip(reversed(group.outer_first), group.stack[:-1], strict=True):
-        nbytes //= size
-        dtype = group.fine.dtype
-        items.append(Collective("reduce_scatter", axis, (size - 1) * nbytes, unit, reason, dtype))
-    return tuple(items)
-
-
-def reduce_items(
-    layout: Layout, axes: Sequence[str], mesh: Mesh, unit: str, reason: str
-) -> tuple[Collective, ...]:
-    """All-reduces of one buffer over several axes: innermost first."""
-    return tuple(
-        Collective(
-            "all_reduce",
-            axis,
-            all_reduce_bytes(layout.nbytes, mesh[axis]),
-            unit,
-            reason,
-            layout.dtype,
-        )
-        for axis in reversed(axes)
-    )
-
-
 def gather(
     mover: Mover, mine: Tensor, stack: Tensor, items: Sequence[Collective]
 ) -> Pending | None:
@@ -351,16 +319,6 @@ def finish(pending: Pending | None) -> None:
         pending.wait()
 
 
-def packed_items(
-    count: int, axes: Sequence[str], mesh: Mesh, reason: str
-) -> tuple[Collective, ...]:
-    """The collectives of one packed reduction of `count` float64 scalars: innermost axis first."""
-    return tuple(
-        Collective("all_gather", axis, (mesh[axis] - 1) * 8 * count, "", reason, torch.float64)
-        for axis in reversed(axes)
-    )
-
-
 def packed_sum(mover: Mover, values: Tensor, items: Sequence[Collective]) -> Tensor:
     """Sum a vector of float64 scalars over mesh axes, added in rank order along each axis.
 
@@ -382,8 +340,3 @@ def packed_sum(mover: Mover, values: Tensor, items: Sequence[Collective]) -> Ten
             total += part
         values = total
     return values
-
-
-def payload_bytes(items: Sequence[Collective]) -> int:
-    """Payload bytes that leave one rank."""
-    return sum(item.nbytes for item in items)

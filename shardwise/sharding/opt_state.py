@@ -76,12 +76,23 @@ class _OptLeaves(Leaves):
         path = self.home.aliases.get(path, path)
         if path not in self.layouts:
             return super().__getitem__(path)
+        layout, _ = self.layouts[path]
+        value = self._value(path)
+        return self.home.leaf(value, layout, path, self.name) if self._is_cut(path) else value
+
+    def block(self, path: str) -> Tensor | None:
+        """See `Leaves.block`."""
+        path = self.home.aliases.get(path, path)
+        return super().block(path) if self._is_cut(path) else None
+
+    def _value(self, path: str) -> Tensor:
         values = self.flats()
-        layout, key = self.layouts[path]
-        value = values[path] if path in values else values[key]
-        if path in values or value.shape != (layout.length,):
-            return value
-        return self.home.leaf(value, layout, path, self.name)
+        return values[path] if path in values else values[self.layouts[path][1]]
+
+    def _is_cut(self, path: str) -> bool:
+        return path not in self.flats() and self._value(path).shape == (
+            self.layouts[path][0].length,
+        )
 
 
 def by_group(tree: Any, home: Home) -> Any:
@@ -117,7 +128,12 @@ def by_group(tree: Any, home: Home) -> Any:
 
 
 def _is_cut(group: Group, given: Mapping[str, Tensor]) -> bool:
-    """Whether leaves are this rank's blocks; `by_path` gives those out as DTensors."""
-    if all(isinstance(value, DTensor) for value in given.values()):
+    """Whether leaves are this rank's blocks; `by_path` gives those out as DTensors or as blocks."""
+    entries = group.layout.by_path
+    if all(
+        isinstance(value, DTensor)
+        or (entries[path].frame is not None and value.shape == entries[path].block)
+        for path, value in given.items()
+    ):
         return True
     return group.couples == "element" and any(value.ndim for value in given.values())

@@ -11,8 +11,10 @@ torch gives 2, 1, 1, 1 rows and a spec 2, 2, 1, 0. Such a spec has no placements
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from shardwise.sharding.axes import Axes
 from shardwise.sharding.compat import DTensorSpec, StridedShard, TensorMeta
 from shardwise.sharding.errors import SpecError
+from shardwise.sharding.grammar import Sum
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.spec import Spec, check_ndim, local_range
 
@@ -45,6 +48,38 @@ def placements(spec: Spec, mesh: Mesh, shape: Sequence[int]) -> tuple[Placement,
     for dim, size in enumerate(shape):
         _check_even(spec, mesh, dim, size)
     return tuple(_placement(spec, mesh, axis) for axis in mesh.names)
+
+
+@functools.lru_cache(maxsize=4096)
+def on_whole_dims(spec: Spec, mesh: Mesh, shape: tuple[int, ...]) -> Spec | None:
+    """The same layout by marks on whole dimensions; None if it has no placements.
+
+    The first part of a product is major, so cutting it cuts the dimension: `(heads/tp hd)`.
+
+    Args:
+        spec: any.
+        mesh: sizes of the axes.
+        shape: of the tensor.
+
+    >>> mesh = Mesh(fsdp=2, tp=2)
+    >>> on_whole_dims(Spec.parse("(heads/tp hd)/fsdp embed"), mesh, (16, 4))
+    Spec('(heads hd)/(tp fsdp) embed')
+    >>> on_whole_dims(Spec.parse("(2 mlp/tp) embed"), mesh, (16, 4))
+    """
+    found: dict[int, tuple[str, ...]] = {}
+    # Deeper marks first: a mark on the whole cuts what they leave.
+    for at, axes in sorted(spec.shards, key=lambda mark: -len(mark[0])):
+        if mesh.product(axes) == 1:
+            continue
+        above = (spec.axes.node(at[:depth]) for depth in range(1, len(at)))
+        if any(at[1:]) or any(isinstance(node, Sum) for node in above):
+            return None
+        found[at[0]] = (*found.get(at[0], ()), *axes)
+    for dim, axes in found.items():
+        real = [axis for axis in axes if mesh[axis] > 1]
+        if len(real) > 1 and shape[dim] % mesh.product(axes):
+            return None  # see [Note: order of mesh axes]
+    return replace(spec, shards=tuple(((dim,), axes) for dim, axes in found.items()))
 
 
 def from_placements(

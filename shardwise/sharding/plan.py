@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import PurePath
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
-from shardwise.sharding.derived import Accumulation, Base, Derived, LossScale, Precision, Remat
+from shardwise.sharding.derived import (
+    Accumulation,
+    Base,
+    Derived,
+    LossScale,
+    Naming,
+    Precision,
+    Remat,
+    TensorParallel,
+)
+from shardwise.sharding.deriving import uses_half
 from shardwise.sharding.describe import describe, difference, explain
+from shardwise.sharding.draft import selected
 from shardwise.sharding.edits import Clauses, Edit
 from shardwise.sharding.errors import PatternError, PlanError, strict_keywords
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.modules import callable_modules, float_buffers, module_patterns
-from shardwise.sharding.naming import name_axes
+from shardwise.sharding.naming import name_parameters, with_axes
 from shardwise.sharding.plan_json import decode, encode
-from shardwise.sharding.replay import replay, replay_order, selected, uses_half
+from shardwise.sharding.replay import replay, replay_order
 from shardwise.sharding.rules import Rules
+from shardwise.sharding.scope import OUTERMOST, Scope, call_site, scoped
 from shardwise.sharding.spec import Spec
 from shardwise.sharding.tree import FrozenMap, Where, as_patterns, no_match
 from shardwise.sharding.units import ParamInfo, Unit, find_units, param_infos
-
-
-class Scope(NamedTuple):
-    """What a combinator adds to every edit made inside of it."""
-
-    clauses: Clauses = ()
-    name: str = ""
-
-
-_OUTERMOST = Scope()
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,7 +55,7 @@ class Plan:
     edits: tuple[Edit, ...] = ()
     log: tuple[str, ...] = ()
     module: nn.Module | None = None
-    scope: Scope = _OUTERMOST
+    scope: Scope = OUTERMOST
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
@@ -161,6 +161,11 @@ class Plan:
         return self.derived.remat
 
     @property
+    def tensor(self) -> TensorParallel:
+        """How layers are cut over tensor axes."""
+        return self.derived.tensor
+
+    @cached_property
     def uses_half(self) -> bool:
         """Whether float16 computes or carries gradients."""
         return uses_half(self.compute, self.grads, self.precision.reduce)
@@ -209,24 +214,34 @@ class Plan:
             PlanError: no layout fulfils all edits.
         """
         site = site or call_site()
-        added = tuple(_scoped(edit, self.scope) for edit in edits)
+        added = tuple(scoped(edit, self.scope) for edit in edits)
         kept = [pair for pair in zip(self.edits, self.log, strict=True) if pair[0] not in added]
         pairs = [*kept, *((edit, site) for edit in dict.fromkeys(added))]
         pairs.sort(key=lambda pair: replay_order(pair[0]))
         plan = replace(
             self, edits=tuple(edit for edit, _ in pairs), log=tuple(site for _, site in pairs)
         )
-        _ = plan.derived  # a bad plan fails here, at the call that made it
-        return plan
+        return plan if self.scope.unfinished else plan.checked()
+
+    def checked(self) -> Plan:
+        """This plan.
+
+        Raises:
+            PlanError: no layout fulfils all edits.
+        """
+        _ = self.derived
+        return self
 
     def within(self, clauses: Clauses = (), *, name: str = "") -> Plan:
         """This plan, in which further edits are masked and named; undone by `leave`."""
         names = ": ".join(filter(None, (self.scope.name, name)))
-        return replace(self, scope=Scope((*self.scope.clauses, *clauses), names))
+        clauses = (*self.scope.clauses, *clauses)
+        return replace(self, scope=Scope(clauses, names, unfinished=True))
 
     def leave(self, outer: Plan) -> Plan:
-        """This plan in the scope of `outer`."""
-        return replace(self, scope=outer.scope)
+        """This plan in the scope of `outer`; checked if that is all."""
+        plan = replace(self, scope=outer.scope)
+        return plan if outer.scope.unfinished else plan.checked()
 
     def same_layout(self, other: Plan) -> bool:
         """Whether both lay every tensor out alike, however they were written."""
@@ -242,7 +257,8 @@ class Plan:
         Raises:
             PatternError: no parameter has that path.
         """
-        return explain(self.derived, self.info(path), zip(self.edits, self.log, strict=True))
+        info, edits = self.info(path), zip(self.edits, self.log, strict=True)
+        return explain(self.derived, info, edits, self.base.naming.sources.get(info.path, ""))
 
     def to_json(self) -> str:
         """The plan as JSON text; the module is left out."""
@@ -272,6 +288,7 @@ def plan(
     *transforms: Transform,
     rules: Rules | None = None,
     axes: Mapping[str, str] | None = None,
+    sizes: Mapping[str, int] | None = None,
     units: Sequence[str] | None = None,
 ) -> Plan:
     """Lay out a model on a mesh; without transforms everything is replicated.
@@ -283,7 +300,9 @@ def plan(
         mesh: named axes.
         transforms: applied in order; their phases, not this order, decide.
         rules: logical axes to mesh axes, for transforms that need them.
-        axes: axes pattern by path pattern, the first match wins; others get `d0 d1 ...`.
+        axes: axes pattern by path pattern, the first match wins; then come the `axes` of modules
+            and what is known of Hugging Face models; others get `d0 d1 ...`.
+        sizes: of names that the shapes leave open, such as `hd`.
         units: patterns over module paths, instead of the rule in [Note: units].
 
     Raises:
@@ -293,13 +312,18 @@ def plan(
     d0 d1
     """
     _check_arguments(model, mesh, units)
-    infos = name_axes(param_infos(model), axes or {})
+    infos = param_infos(model)
+    known = name_parameters(model, infos, axes or {}, sizes or {})
+    infos = with_axes(infos, known)
+    naming = Naming(known.source, known.guesses, known.sizes, known.local_ints)
     found = find_units(model, infos, units)
-    base = Base(mesh, infos, found, rules, callable_modules(model), float_buffers(model))
-    result = Plan(base, module=model)
+    paths = (callable_modules(model), float_buffers(model))
+    base = Base(mesh, infos, found, rules, *paths, naming)
+    bare = Plan(base, module=model)
+    result = bare.within()
     for transform in transforms:
         result = apply_transform(transform, result)
-    return result
+    return result.leave(bare)
 
 
 def _check_arguments(model: Any, mesh: Any, units: Any) -> None:
@@ -346,17 +370,3 @@ def named(transform: Transform, name: str) -> Transform:
     """The transform, called `name` in errors and compositions."""
     transform.__name__ = name
     return transform
-
-
-def call_site() -> str:
-    """The nearest line outside of this package, as `file.py:12 in train`."""
-    frame = sys._getframe(1)
-    while frame.f_globals.get("__name__", "").partition(".")[0] == "shardwise" and frame.f_back:
-        frame = frame.f_back
-    code = frame.f_code
-    return f"{PurePath(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
-
-
-def _scoped(edit: Edit, scope: Scope) -> Edit:
-    inner = edit.within(scope.clauses) if scope.clauses else edit
-    return replace(inner, by=": ".join((scope.name, edit.by))) if scope.name else inner

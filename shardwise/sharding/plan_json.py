@@ -8,12 +8,13 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from shardwise.sharding.axes import Axes
-from shardwise.sharding.derived import Base
+from shardwise.sharding.derived import Base, Naming
 from shardwise.sharding.edits import Edit
 from shardwise.sharding.errors import PlanError, nearest
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.replay import KINDS, replay_order
 from shardwise.sharding.rules import Rules
+from shardwise.sharding.tree import FrozenMap
 from shardwise.sharding.units import ParamInfo, Unit
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ def encode(base: Base, edits: Sequence[Edit], log: Sequence[str]) -> str:
         "rules": None if base.rules is None else base.rules.to_json(),
         "modules": base.modules,
         "buffers": base.buffers,
+        "naming": {field.name: dict(getattr(base.naming, field.name)) for field in fields(Naming)},
     }
     blocks = {
         "params": [_record(info) | {"axes": str(info.axes)} for info in base.infos],
@@ -63,7 +65,7 @@ def decode(text: str) -> tuple[Base, tuple[Edit, ...], tuple[str, ...]]:
             fix="write the plan again with this version of shardwise",
             version=version,
         )
-    lines = {"version", "mesh", "rules", "modules", "buffers"}
+    lines = {"version", "mesh", "rules", "modules", "buffers", "naming"}
     top = _read(data, "plan", {*lines, "params", "units", "edits"})
     mesh = _read(top["mesh"], "mesh", {"sizes", "links"})
     infos = tuple(_info(record) for record in top["params"])
@@ -73,7 +75,9 @@ def decode(text: str) -> tuple[Base, tuple[Edit, ...], tuple[str, ...]]:
     pairs.sort(key=lambda pair: replay_order(pair[0]))
     mesh = Mesh(links=mesh["links"], **mesh["sizes"])
     paths = (tuple(top["modules"]), tuple(top["buffers"]))
-    base = Base(mesh, infos, units, rules, *paths)
+    known = _read(top["naming"], "naming", {field.name for field in fields(Naming)})
+    naming = Naming(**{name: FrozenMap(values) for name, values in known.items()})
+    base = Base(mesh, infos, units, rules, *paths, naming)
     return base, tuple(edit for edit, _ in pairs), tuple(site for _, site in pairs)
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.buckets import Route
+from shardwise.sharding.collectives import Collective, gather_items
 from shardwise.sharding.compat import copy_all
 from shardwise.sharding.layout import Regroup
-from shardwise.sharding.movement import Collective, Mover, finish, gather, gather_items
+from shardwise.sharding.movement import Mover, finish, gather
 
 
 def route_items(route: Route, unit: str, reason: str) -> tuple[Collective, ...]:

@@ -14,55 +14,34 @@ such messages is ever held.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.compat import copy_all
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.lying import Grid, Lying
-from shardwise.sharding.movement import Collective, Mover, finish
+from shardwise.sharding.lying import Grid, Lying, grids_of, lying_of, rectangle
+from shardwise.sharding.movement import Mover, finish
+from shardwise.sharding.pieces import (
+    Held,
+    Piece,
+    Window,
+    most_overlapping,
+    needed,
+    sent_by,
+    stays,
+)
 
 MESSAGE_BYTES = 32 << 20
 """That one rank sends or receives in one exchange, unless one row is larger."""
 
 JOB = "*"
 """The axis of a collective that all ranks of the job take part in, whatever their mesh."""
-
-
-class Held(NamedTuple):
-    """One tensor on this rank: its part as a padded block, and how all parts lie."""
-
-    lying: Lying
-    block: Tensor
-
-
-class Window(NamedTuple):
-    """Rows of every part of one tensor that one exchange moves, counted from the part's first.
-
-    Args:
-        path: of the tensor.
-        first: first row.
-        stop: end of the rows.
-        of_source: whether parts are those of the source, else of the target.
-    """
-
-    path: str
-    first: int
-    stop: int
-    of_source: bool
-
-
-class Piece(NamedTuple):
-    """Rows of one tensor that go from one rank to another: ranges of the two cut dimensions."""
-
-    path: str
-    peer: int
-    source_rows: tuple[int, int]
-    target_rows: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -85,7 +64,14 @@ class Fill:
 
     def lying(self, path: str) -> Lying:
         """How a tensor lies in the target."""
-        return Lying(self.grid, self.layout.by_path[path])
+        entry = self.layout.by_path[path]
+        if entry.frame is None:
+            return Lying(self.grid, entry)
+        return lying_of(self._grids, self.layout, entry)
+
+    @cached_property
+    def _grids(self) -> Callable[[tuple[str, ...]], Grid]:
+        return grids_of(self.grid.mesh)
 
     def wires(self) -> dict[torch.dtype, tuple[str, ...]]:
         """Paths by the dtype that travels: the narrower of source and target."""
@@ -179,11 +165,11 @@ def _windows(fill: Fill, dtype: torch.dtype, path: str) -> Iterator[tuple[Window
     side = source if of_source else target
     entry = side.entry
     rows = entry.block[entry.dim] if entry.shape else 1
-    if _stays(source, target) or entry.numel == 0:
+    if stays(source, target) or entry.numel == 0:
         yield Window(path, 0, rows, of_source), 0
         return
-    takers = _overlap(source, target) * len(target.grid.holders[0])
-    givers = _overlap(target, source) if of_source else 1
+    takers = most_overlapping(source, target) * len(target.grid.holders[0])
+    givers = most_overlapping(target, source) if of_source else 1
     factor = max(min(takers, source.grid.mesh.size), givers)
     row_bytes = entry.numel // rows * dtype.itemsize * factor
     count = max(1, MESSAGE_BYTES // row_bytes)
@@ -192,109 +178,37 @@ def _windows(fill: Fill, dtype: torch.dtype, path: str) -> Iterator[tuple[Window
         yield Window(path, first, stop, of_source), (stop - first) * row_bytes
 
 
-def _overlap(part: Lying, others: Lying) -> int:
-    """How many parts of the other side one part overlaps at most."""
-    count = len(others.grid.holders)
-    if not part.entry.shape or count == 1:
-        return 1
-    if part.entry.dim != others.entry.dim:
-        return count
-    mine, theirs = part.entry.block[part.entry.dim], others.entry.block[others.entry.dim]
-    return min(count, -(-mine // max(1, theirs)) + 1)
-
-
 def _plan(fill: Fill, dtype: torch.dtype, windows: Sequence[Window], rank: int) -> Exchange:
     sends: list[Piece] = []
     receives: list[Piece] = []
     own: list[Piece] = []
     for window in windows:
         source, target = fill.sources[window.path].lying, fill.lying(window.path)
-        sends += _sent(window, source, target, rank)
-        for piece in _needed(window, source, target, rank):
+        sends += sent_by(window, source, target, rank)
+        for piece in needed(window, source, target, rank):
             (own if piece.peer == rank else receives).append(piece)
     # The sort is stable: between two ranks the order stays that of the layout, on both sides.
     sends.sort(key=lambda piece: piece.peer)
     receives.sort(key=lambda piece: piece.peer)
     item = None
-    if any(not _stays(fill.sources[one.path].lying, fill.lying(one.path)) for one in windows):
+    if any(not stays(fill.sources[one.path].lying, fill.lying(one.path)) for one in windows):
         nbytes = dtype.itemsize * sum(_numel(fill, piece) for piece in sends)
         item = Collective("all_to_all", JOB, nbytes, fill.unit, "carry", dtype)
     return Exchange(fill, dtype, tuple(sends), tuple(receives), tuple(own), item)
 
 
-def _stays(source: Lying, target: Lying) -> bool:
-    """Whether every rank has what it needs; the same answer on every rank."""
-    axes, finer = source.grid.axes, target.grid.axes
-    if not axes:
-        return True
-    same = source.grid.mesh == target.grid.mesh and source.entry.dim == target.entry.dim
-    return same and finer[: len(axes)] == axes
-
-
-def _needed(window: Window, source: Lying, target: Lying, rank: int) -> Iterator[Piece]:
-    """What this rank's target part is made of; the peer is the rank itself where it has it."""
-    here = target.grid.part_of[rank]
-    mine = source.grid.part_of[rank]
-    for part in _overlapping(source, target, target.rows(here)):
-        rows = _common(window, source, target, source.rows(part), target.rows(here))
-        if rows is not None:
-            peer = rank if part == mine else source.grid.holder_for(part, rank)
-            yield Piece(window.path, peer, *rows)
-
-
-def _sent(window: Window, source: Lying, target: Lying, rank: int) -> Iterator[Piece]:
-    """What other ranks need of this rank's part and take from this rank."""
-    mine = source.grid.part_of[rank]
-    if len(source.grid.holders) == 1:
-        return
-    source_rows = source.rows(mine)
-    for part in _overlapping(target, source, source_rows):
-        rows = _common(window, source, target, source_rows, target.rows(part))
-        if rows is None:
-            continue
-        for peer in target.grid.holders[part]:
-            if source.grid.part_of[peer] != mine and source.grid.holder_for(mine, peer) == rank:
-                yield Piece(window.path, peer, *rows)
-
-
-def _overlapping(parts: Lying, other: Lying, rows: tuple[int, int]) -> range:
-    """The parts of one side that may overlap rows of the other."""
-    if parts.entry.dim == other.entry.dim:
-        return parts.parts_over(*rows)
-    return range(len(parts.grid.holders))
-
-
-def _common(
-    window: Window,
-    source: Lying,
-    target: Lying,
-    source_rows: tuple[int, int],
-    target_rows: tuple[int, int],
-) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """The rows that two parts have in common inside of a window."""
-    if window.of_source:
-        source_rows = _clipped(window, source_rows)
-    else:
-        target_rows = _clipped(window, target_rows)
-    if source.entry.dim == target.entry.dim:
-        start, stop = max(source_rows[0], target_rows[0]), min(source_rows[1], target_rows[1])
-        source_rows = target_rows = (start, stop)
-    empty = source_rows[0] >= source_rows[1] or target_rows[0] >= target_rows[1]
-    return None if empty else (source_rows, target_rows)
-
-
-def _clipped(window: Window, rows: tuple[int, int]) -> tuple[int, int]:
-    return rows[0] + window.first, min(rows[1], rows[0] + window.stop)
-
-
 def _source_view(fill: Fill, piece: Piece) -> Tensor:
     lying, block = fill.sources[piece.path]
+    if piece.patch is not None:
+        return rectangle(block, piece.patch.source_at, piece.patch.sizes)
     return _view(block, lying, piece.source_rows, fill.lying(piece.path), piece.target_rows)
 
 
 def _target_view(fill: Fill, piece: Piece) -> Tensor:
     lying = fill.lying(piece.path)
     block = lying.entry.view(fill.target)
+    if piece.patch is not None:
+        return rectangle(block, piece.patch.target_at, piece.patch.sizes)
     other = fill.sources[piece.path].lying
     return _view(block, lying, piece.target_rows, other, piece.source_rows)
 
@@ -313,6 +227,8 @@ def _view(
 
 
 def _shape(fill: Fill, piece: Piece) -> tuple[int, ...]:
+    if piece.patch is not None:
+        return piece.patch.sizes
     entry, source = fill.layout.by_path[piece.path], fill.sources[piece.path].lying.entry
     shape = list(entry.shape)
     if shape:

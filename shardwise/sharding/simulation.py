@@ -202,11 +202,18 @@ class _Message(NamedTuple):
 
 
 class Simulated:
-    """The transport of one simulated rank."""
+    """The transport of one simulated rank.
 
-    def __init__(self, world: World, rank: int) -> None:
+    Args:
+        world: all simulated ranks.
+        rank: this one.
+        mesh: whose axes are named; that of the world may have them in one piece.
+    """
+
+    def __init__(self, world: World, rank: int, mesh: Mesh | None = None) -> None:
         self.world = world
         self.rank = rank
+        self.mesh = mesh or world.mesh
 
     def all_gather(self, out: Tensor, mine: Tensor, axis: str) -> None:
         """See `Transport.all_gather`."""
@@ -300,7 +307,7 @@ class Simulated:
         payload: Any,
         combine: Callable[[list[Any]], list[None]],
     ) -> None:
-        peers = self.world.mesh.peers(axis, self.rank)
+        peers = self.mesh.peers(axis, self.rank)
         key = (kind, axis, tensor.numel(), tensor.dtype)
         with torch.no_grad():
             self.world.exchange(self.rank, peers, key, payload, combine)

@@ -5,6 +5,12 @@ A step updates the buckets in place and returns a new handle on the same memory;
 passed in is dead, and every access through it raises `DonatedStateError` with the step and the
 place that consumed it. Leaves taken out before are views of live memory and change with the next
 step.
+
+[Note: leaves that are no DTensor]
+A DTensor cuts whole dimensions. Where tensor axes cut parts of a fused one, such as q, k and v side
+by side, or cut unevenly what data axes cut again, a leaf is the plain local block of this rank with
+its padding: `to_global(state.params)` joins the blocks of all ranks, a function that is mapped over
+the state works on blocks, and what it writes to padding is dropped.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.sharding.compat import set_group_timeout, timeout_of
+from shardwise.sharding.compat import joined_group, set_group_timeout, timeout_of
 from shardwise.sharding.movement import Pending, Transport, finish
 
 _SMALL_BYTES = 256 * 1024
@@ -254,7 +254,8 @@ class Native(_Grouped):
 
     def all_reduce(self, whole: Tensor, axis: str) -> Any:
         """See `Transport.all_reduce`; the order of the sum is the backend's."""
-        return dist.all_reduce(whole, group=self._groups[axis], async_op=True)
+        # The method of the group: what `dist.all_reduce` does around it takes the host 20 us more.
+        return self._groups[axis].allreduce([whole])
 
 
 # torch 2.13 renamed these two and warns about the older names; 2.11 has only the older ones.
@@ -271,11 +272,17 @@ def _add_rows(out: Tensor, rows: Sequence[Tensor]) -> None:
         out.add_(row)
 
 
-def make_transport(device_mesh: DeviceMesh, *, timeout: float | None = None) -> Transport:
+def make_transport(
+    device_mesh: DeviceMesh,
+    *,
+    joins: Sequence[tuple[str, tuple[str, ...]]] = (),
+    timeout: float | None = None,
+) -> Transport:
     """The transport for the backend of a torch mesh, with a group for every axis that has peers.
 
     Args:
         device_mesh: over all ranks of the job.
+        joins: names of axes that several axes make together, with these.
         timeout: seconds that a collective may wait, in groups of its own where the default group
             waits for another time; default: as long as one of the default group, where torch would
             give every axis its own 30 minutes.
@@ -296,6 +303,11 @@ def make_transport(device_mesh: DeviceMesh, *, timeout: float | None = None) -> 
             elif waits is not None:
                 set_group_timeout(waits, group)
             groups[name] = group
+    for name, parts in joins:
+        joined = joined_group(device_mesh, parts)
+        if waits is not None:
+            set_group_timeout(waits, joined)
+        groups[name] = joined
     backend = str(dist.get_backend())
     return Gloo(groups, everyone) if "gloo" in backend else Native(groups, everyone)
 

@@ -63,6 +63,14 @@ class Case:
         sizes = [leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)]
         return max([*sizes, *(p.numel() for p in self.model.parameters())], default=1)
 
+    def is_even(self, batch: Any) -> bool:
+        """Whether all micro-batches of a batch have the shapes of those of the first batch."""
+        plan, first = self.plan, self.batches[0]
+        parts = plan.mesh.product(plan.batch) * plan.accumulation.steps
+        return _shapes(batch) == _shapes(first) and all(
+            not shape or shape[0] % parts == 0 for shape in _shapes(batch)
+        )
+
     def initial(self) -> tuple[Tensors, Tensors]:
         """Parameters and buffers before the first step, found without sharding."""
         if self.seed is None:
@@ -95,6 +103,10 @@ def make_case(
         optimizer=optimizer,
         seed=seed,
     )
+
+
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) for leaf in optree.tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def on_mesh(plan: Plan, mesh: Mesh, module: nn.Module) -> Plan:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from shardwise.sharding.collectives import payload_bytes
 from shardwise.sharding.errors import ImplicitCommError
-from shardwise.sharding.movement import payload_bytes
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.program import Program
 

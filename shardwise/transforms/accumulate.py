@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from shardwise.sharding.edits import AccumulateEdit
 from shardwise.sharding.errors import strict_keywords
-from shardwise.sharding.plan import Transform, call_site, named
+from shardwise.sharding.plan import Transform, named
+from shardwise.sharding.scope import call_site
 
 
 @strict_keywords

@@ -130,9 +130,10 @@ def _fill(
     template: Path,
 ) -> None:
     rest = [
-        Job(manifest.by_name[record.name], record.box(0), record.values(0))
+        Job(manifest.by_name[record.name], box, values)
         for record in records
-        if record.name not in matched.sources and record.block.numel()
+        if record.name not in matched.sources
+        for box, values in record.pieces(0)
     ]
     with Reader(template) as reader:
         reader.fill(rest)

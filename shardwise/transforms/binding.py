@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -12,12 +12,21 @@ from shardwise.sharding.boundaries import Cast
 from shardwise.sharding.derived import Remat
 from shardwise.sharding.errors import UnitError
 from shardwise.sharding.functional import Template
-from shardwise.sharding.plan import Unit
+from shardwise.sharding.plan import Plan, Unit
 from shardwise.transforms.casts import install_casts
 from shardwise.transforms.draws import locate
 from shardwise.transforms.dropout import Dropout
+from shardwise.transforms.places import Forward, Places, placed
 from shardwise.transforms.regions import Region
 from shardwise.transforms.replaying import aside
+from shardwise.transforms.tensor_context import current_tensor_context
+from shardwise.transforms.tensor_layers import (
+    Boundary,
+    Run,
+    find_boundaries,
+    install_boundary,
+    install_ints,
+)
 
 _NOTHING: Mapping[str, Remat] = {}
 _NO_CASTS: Mapping[str, Cast] = {}
@@ -78,6 +87,20 @@ class Guide(Protocol):
         """The forward of a module that backward is to recompute."""
         ...
 
+    def cross(self, boundary: Boundary, place: str, tensor: Tensor, /) -> Tensor:
+        """An activation on the other side of a boundary."""
+        ...
+
+    def crosses(self, way: str, /) -> bool:
+        """Whether anything may cross a boundary on its way in or out."""
+        ...
+
+    def look_up(
+        self, boundary: Boundary, module: nn.Embedding, run: Run, tokens: Tensor, /
+    ) -> Tensor:
+        """Rows of an embedding whose vocabulary is cut."""
+        ...
+
 
 class Stage:
     """A template with its hooks; `guide` is asked and may be exchanged between passes.
@@ -88,6 +111,7 @@ class Stage:
         guide: who is asked.
         remat: modules to recompute and what to keep of them.
         casts: of inputs and outputs of modules.
+        tensor_plan: the plan, if tensor axes cut layers.
     """
 
     def __init__(
@@ -97,6 +121,8 @@ class Stage:
         guide: Guide,
         remat: Mapping[str, Remat] = _NOTHING,
         casts: Mapping[str, Cast] = _NO_CASTS,
+        *,
+        tensor_plan: Plan | None = None,
     ) -> None:
         self.template = template
         self.guide = guide
@@ -107,6 +133,13 @@ class Stage:
         self._training: bool | None = None
         owner = {path: unit.name for unit in units for path in unit.params}
         template.watch(lambda path: aside(self.guide.resolve, path, owner[path]))
+        boundaries: tuple[Boundary, ...] = ()
+        if tensor_plan is not None and tensor_plan.tensor.axes:
+            install_ints(template.module, tensor_plan.tensor.ints)
+            boundaries = find_boundaries(tensor_plan, template.module)
+        for boundary in boundaries:
+            module = template.module.get_submodule(boundary.path)
+            install_boundary(module, boundary, lambda: self.guide)
         install_casts(template.module, casts)
         trainable = {path for path, p in template.placeholders.items() if p.requires_grad}
         for unit in units:
@@ -114,6 +147,7 @@ class Stage:
                 module = template.module.get_submodule(unit.name)
                 self._install(unit, module, frozen=not trainable.intersection(unit.params))
         inner = {id(template.module.get_submodule(u.name)) for u in units if u.kind != "root"}
+        self._crossed = {id(template.module.get_submodule(one.path)) for one in boundaries}
         names = {id(buffer): name for name, buffer in template.module.named_buffers()}
         self._regions = [
             self._recompute(path, policy, inner, names) for path, policy in remat.items()
@@ -122,6 +156,30 @@ class Stage:
     def locate_all(self) -> None:
         """Have every module say that it runs, since `dropout` may be called by any of them."""
         self._locate(lambda module: not isinstance(module, Dropout))
+
+    def surround(self, path: str, wrap: Callable[[Forward], Forward]) -> None:
+        """Put a forward around a module's own, inside of what recomputes the module.
+
+        Args:
+            path: of the module.
+            wrap: gives the new forward.
+        """
+        region = next((one for one in self._regions if one.name == path), None)
+        if region is not None:
+            region.forward = wrap(region.forward)
+            return
+        module = self.template.module.get_submodule(path)
+        vars(module)["forward"] = wrap(module.forward)
+
+    def place_modules(self, paths: Iterable[str] | None = None) -> None:
+        """Have modules say that they run, to the tensor context of the pass.
+
+        Args:
+            paths: of the modules; None: all of them.
+        """
+        named = dict(self.template.module.named_modules())
+        for path in named if paths is None else paths:
+            self.surround(path, functools.partial(placed, path=path, places=_current_places))
 
     def _locate(self, wanted: Callable[[nn.Module], bool]) -> None:
         for path, module in self.template.module.named_modules():
@@ -138,8 +196,9 @@ class Stage:
     ) -> Region:
         module = self.template.module.get_submodule(path)
         inside = {id(part) for part in module.modules() if part is not module}
-        spans = not units.isdisjoint(inside)
-        region = Region(path, module, policy, spans=spans, buffers=buffers)
+        crosses = not self._crossed.isdisjoint({*inside, id(module)})
+        spans = crosses or not units.isdisjoint(inside)
+        region = Region(path, module, policy, spans=spans, crosses=crosses, buffers=buffers)
 
         @functools.wraps(region.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -172,6 +231,11 @@ class Stage:
         else:
             module.register_forward_pre_hook(enter, prepend=True)
         module.register_forward_hook(leave, prepend=True, with_kwargs=True)
+
+
+def _current_places() -> Places | None:
+    context = current_tensor_context()
+    return None if context is None else context.places
 
 
 def _rebound(unit: str, path: str) -> UnitError:

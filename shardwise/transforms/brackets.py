@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardwise.transforms.outputs import replace_tensors
 from shardwise.transforms.unit_runtime import Call
 
 
@@ -110,3 +111,26 @@ class Join(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """All of it to the loss."""
         return (*grads, *([None] * ctx.num_tokens))
+
+
+def guard_inputs(call: Call, inputs: Any) -> Any:
+    """Put `Close` on inputs of a unit without trainable parameters: they tell when backward ends.
+
+    Args:
+        call: of the unit.
+        inputs: its arguments, if they may be replaced.
+
+    Returns:
+        The inputs to use when they had to be replaced.
+    """
+    if inputs is None or call.unit.stays:
+        return None
+
+    def guard(tensors: list[Tensor]) -> Sequence[Tensor]:
+        wanted = [t for t in tensors if t.requires_grad]
+        if not wanted:
+            return tensors
+        new = iter(Close.apply(call, *wanted))
+        return [next(new) if t.requires_grad else t for t in tensors]
+
+    return replace_tensors(inputs, call.unit.name, guard)

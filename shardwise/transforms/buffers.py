@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.sharding.buckets import Bucket
-from shardwise.sharding.compat import add_all, copy_all
+from shardwise.sharding.collectives import Collective
+from shardwise.sharding.compat import add_all, copy_all, zero_all
 from shardwise.sharding.layout import Layout, Regroup
-from shardwise.sharding.movement import (
-    Collective,
-    Mover,
-    Pending,
-    finish,
-    gather,
-    scatter,
-)
+from shardwise.sharding.movement import Mover, Pending, finish, gather, scatter
 
 
 class Storage:
@@ -62,6 +57,8 @@ class BucketBuffers:
         self._scattered: tuple[Tensor, Pending | None] | None = None
         self._in_flight = 0
         self._casts = bucket.params.dtype != bucket.wire.dtype
+        self._in_place = bucket.in_place
+        self._gaps: list[tuple[int, Tensor]] | None = None
         self.views: list[Tensor] = []
         self._full: Storage | None = None
         self._stack: Storage | None = None
@@ -97,7 +94,7 @@ class BucketBuffers:
     def load(self, flat: Tensor) -> None:
         """Take the resting shard that the next fills read."""
         self._flat = flat
-        if self.bucket.in_place and self._source() is not flat:
+        if self._in_place and self._source() is not flat:
             # Neither the views nor this keep a state alive: the views go when it goes.
             self._source = weakref.ref(flat, self._forget)
             self.views = [entry.view(flat.data) for entry in self.bucket.params.entries]
@@ -287,20 +284,38 @@ class BucketBuffers:
 
     def _pack_whole(self, grads: Sequence[Tensor | None]) -> Tensor:
         layout = self._whole_layout
+        kept = [g for g in grads if g is not None and g.dtype == layout.dtype and g.is_contiguous()]
+        if len(kept) == len(grads):  # nearly always, and half the host time
+            return self._joined(layout, kept)
         flat = torch.empty(layout.length, dtype=layout.dtype, device=self._device)
+        sizes, places, gaps = layout.cuts
+        pieces = flat.split_with_sizes(sizes)
+        empty = [pieces[place] for place in gaps]
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for entry, grad in zip(layout.entries, grads, strict=True):
+        for entry, place, grad in zip(layout.entries, places, grads, strict=True):
             if grad is None:
-                entry.view(flat).zero_()
+                empty.append(pieces[place])
             else:
-                targets.append(entry.view(flat))
+                piece = pieces[place]
+                targets.append(piece if len(entry.block) == 1 else piece.view(entry.block))
                 sources.append(grad)
         if targets:
             copy_all(targets, sources)
-        for start, stop in layout.gaps:
-            flat[start:stop].zero_()
+        if empty:
+            zero_all(empty)
         return flat
+
+    def _joined(self, layout: Layout, grads: Sequence[Tensor]) -> Tensor:
+        """Gradients of the right dtype and order of elements one after the other."""
+        if self._gaps is None:
+            sizes, _, gaps = layout.cuts
+            kind: dict[str, Any] = {"dtype": layout.dtype, "device": self._device}
+            self._gaps = [(place, torch.zeros(sizes[place], **kind)) for place in gaps]
+        pieces = [grad.view(-1) for grad in grads]
+        for place, zeros in self._gaps:
+            pieces.insert(place, zeros)
+        return torch.cat(pieces)
 
     def _pack_parts(self, regroup: Regroup, grads: Sequence[Tensor | None]) -> None:
         targets: list[Tensor] = []

@@ -21,23 +21,18 @@ from torch import Tensor
 
 from shardwise.optim.loss_scale import init_loss_scale
 from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.collectives import Collective, payload_bytes
 from shardwise.sharding.derived import LossScale
 from shardwise.sharding.errors import StateError, summarise
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.leaves import Flats, Home
 from shardwise.sharding.lifted import Lifted
-from shardwise.sharding.lying import Grid, Lying, grids_of
-from shardwise.sharding.movement import Collective, Mover, payload_bytes
+from shardwise.sharding.lying import Grid, grids_of, lying_of
+from shardwise.sharding.movement import Mover
 from shardwise.sharding.opt_state import groups_of
+from shardwise.sharding.pieces import Held
 from shardwise.sharding.plan import Plan
-from shardwise.sharding.relocate import (
-    Exchange,
-    Fill,
-    Held,
-    plan_fill,
-    received_bytes,
-    run_exchange,
-)
+from shardwise.sharding.relocate import Exchange, Fill, plan_fill, received_bytes, run_exchange
 from shardwise.sharding.scaling import LossScaleState
 from shardwise.sharding.state import Life, State, adopt
 from shardwise.transforms.carry_opt import OptCarry
@@ -246,7 +241,7 @@ def _parameters(state: State, grid: Callable[[tuple[str, ...]], Grid]) -> dict[s
         if bucket.has_master and bucket.opt:
             layout, flat = bucket.opt, state.masters[bucket.name]
         for entry in layout.entries:
-            found[entry.path] = Held(Lying(grid(layout.axes), entry), entry.view(flat))
+            found[entry.path] = Held(lying_of(grid, layout, entry), entry.view(flat))
     return found
 
 
@@ -311,7 +306,7 @@ def _check_model(state: State, lowering: Lowering) -> None:
             has=state.home.mesh.size,
             needs=plan.mesh.size,
         )
-    old: dict[str, Any] = {e.path: e.shape for b in state.home.buckets for e in b.params.entries}
+    old: dict[str, Any] = {e.path: e.whole for b in state.home.buckets for e in b.params.entries}
     new: dict[str, Any] = {info.path: info.shape for info in plan.infos}
     old |= {name: tuple(value.shape) for name, value in state.buffer_values.items()}
     new |= {name: tuple(buffer.shape) for name, buffer in lowering.module.named_buffers()}

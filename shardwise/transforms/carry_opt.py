@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.buckets import Group
+from shardwise.sharding.layout import Entry, Layout
 from shardwise.sharding.leaves import Flats
-from shardwise.sharding.lying import Grid, Lying
+from shardwise.sharding.lying import Grid, Lying, lying_of
 from shardwise.sharding.opt_state import is_over, resting_keys
+from shardwise.sharding.pieces import Held
 from shardwise.sharding.pytree import NAMESPACE
-from shardwise.sharding.relocate import Fill, Held
+from shardwise.sharding.relocate import Fill
 
 
 @dataclass
@@ -134,7 +136,7 @@ class OptCarry:
                 found[group.key] = self._group(group, new[group.key], held, numbers, at)
             for path in group.paths:
                 if path in new:
-                    found[path] = self._path(path, new[path], held, numbers, at)
+                    found[path] = self._path(group, path, new[path], (held, numbers), at)
         return found
 
     def _held(self, old: Flats) -> tuple[dict[str, Held], Flats]:
@@ -143,10 +145,10 @@ class OptCarry:
         numbers: Flats = {}
         for group in self.source_groups:
             value = old.get(group.key)
-            grid = self.source_grid(group.layout.axes)
             for entry in group.layout.entries:
                 if value is not None and value.shape == (group.layout.length,):
-                    held[entry.path] = Held(Lying(grid, entry), entry.view(value))
+                    lying = lying_of(self.source_grid, group.layout, entry)
+                    held[entry.path] = Held(lying, entry.view(value))
                 elif value is not None:
                     numbers[entry.path] = value
                 elif entry.path in old:
@@ -158,12 +160,11 @@ class OptCarry:
     ) -> Tensor:
         paths = [path for path in group.paths if path in self._both]
         flat = value.shape == (group.layout.length,)
-        shapes = {entry.path: entry.shape for entry in group.layout.entries}
         sources = {path: held[path] for path in paths if path in held}
         for path in paths:
-            if flat and path in numbers and tuple(numbers[path].shape) == shapes[path] == ():
-                # A 0-dim parameter's own number: whole on every rank, now beside cut ones.
-                entry = group.layout.by_path[path]
+            entry = _entry(path, group.layout.by_path[path].whole)
+            if flat and path in numbers and tuple(numbers[path].shape) == entry.shape:
+                # It was whole on every rank, since others of its group had another shape or none.
                 sources[path] = Held(Lying(self.source_grid(()), entry), numbers[path])
         if flat:
             self._missing(paths, sources, f"{_name(group.layout.dtype)} like the parameter", at)
@@ -179,18 +180,37 @@ class OptCarry:
         return self._leaf(shared[0], value, f"{at}[{group.key!r}]") if shared else value
 
     def _path(
-        self, path: str, value: Tensor, held: Mapping[str, Held], numbers: Flats, at: str
+        self,
+        group: Group,
+        path: str,
+        value: Tensor,
+        old: tuple[Mapping[str, Held], Flats],
+        at: str,
     ) -> Tensor:
+        held, numbers = old
         if path not in self._both:
             return value
-        if path in held and not held[path].lying.entry.shape:
-            return self._leaf(held[path].block, value, f"{at}[{path!r}]")
+        if path in held:
+            was, name = held[path], f"{at}[{path!r}]"
+            if not was.lying.shape:
+                return self._leaf(was.block, value, name)
+            if was.lying.shape == tuple(value.shape) and was.block.dtype == value.dtype:
+                # It was cut, as its group had the shapes of parameters only.
+                layout = Layout((), (_entry(path, was.lying.shape),), value.numel(), value.dtype)
+                grid: Grid = self.target_grid(())
+                self.fills.append(Fill(group.unit, value.view(-1), layout, grid, {path: was}))
+                return value
         self._missing([path], numbers, _kind(value), at)
         return self._leaf(numbers[path], value, f"{at}[{path!r}]") if path in numbers else value
 
     def _missing(self, paths: Sequence[str], found: Mapping[str, Any], kind: str, at: str) -> None:
         lost = [path for path in paths if path not in found]
         self.faults += [f"{at}[{path!r}]: has no {kind} in the given state" for path in lost]
+
+
+def _entry(path: str, shape: tuple[int, ...]) -> Entry:
+    """A whole tensor alone in a buffer."""
+    return Entry(path, shape, 0, shape, 0)
 
 
 def _paths(values: Flats, groups: Sequence[Group]) -> set[str]:

@@ -32,7 +32,7 @@ from shardwise.sharding.checkpoint.writing import Saving
 from shardwise.sharding.errors import CheckpointError, ShardwiseError, strict_keywords
 from shardwise.sharding.lifted import Lifted
 from shardwise.sharding.movement import Transport
-from shardwise.sharding.plan import call_site
+from shardwise.sharding.scope import call_site
 from shardwise.sharding.state import State
 from shardwise.transforms.background import Background, Work
 from shardwise.transforms.peers import PeerCopies

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardwise.sharding.draft import selected
 from shardwise.sharding.edits import Clauses, TreeAtEdit
 from shardwise.sharding.errors import PatternError, strict_keywords
-from shardwise.sharding.plan import Plan, Transform, apply_transform, call_site, named
-from shardwise.sharding.replay import selected
+from shardwise.sharding.plan import Plan, Transform, apply_transform, named
+from shardwise.sharding.scope import call_site
 from shardwise.sharding.spec import Spec
 from shardwise.sharding.tree import Where
 

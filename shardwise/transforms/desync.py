@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.errors import RankError
 from shardwise.sharding.lost import is_lost
-from shardwise.sharding.movement import Collective, Mover
+from shardwise.sharding.movement import Mover
 from shardwise.transforms.metrics import Metrics
 
 T = TypeVar("T")

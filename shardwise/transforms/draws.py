@@ -3,8 +3,8 @@
 [Note: draws]
 A mask is keyed by the seed, the step, the place of the call (path of the running module, and the
 call's own name), and how many calls this place has made before in the pass. Its counters are an
-element's row in the global batch and its position in the row. So ranks and micro-batches cut one
-mask, and nothing is saved for backward, which draws it again.
+element's row in the global batch and its position in the whole row. So ranks (tensor axes too) and
+micro-batches cut one mask, and nothing is saved for backward, which draws it again.
 
 A recomputation must not count a call once more, and nobody tells an operation that it runs in one:
 the checkpoint may be the user's own, around any part of a module, and of several calls the last one
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,12 +29,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.sharding.bits import squares_key
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.compat import set_thread_value, thread_value
 from shardwise.sharding.errors import RandomError
-from shardwise.sharding.movement import Collective, Mover, finish
+from shardwise.sharding.movement import Mover, finish
 from shardwise.sharding.rng import key
 from shardwise.transforms.micro import batch_rows
 from shardwise.transforms.replaying import aside
+from shardwise.transforms.tensor_context import Cut, DropoutCall, current_tensor_context
 
 _NAME = "shardwise.draws"
 
@@ -47,11 +49,13 @@ class Draw:
         key: of the generator, irregular as `squares_key` makes it.
         rows: of the batch that the call has here; its elements are divided among them.
         first: the place of the first one in the global batch.
+        cuts: of the tensor by tensor axes; positions in a row are those of the whole tensor.
     """
 
     key: int
     rows: int
     first: Tensor | int
+    cuts: tuple[Cut, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ class Draws:
         self._rows = rows
         self._located = located
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._known: dict[int, int] = {}
+        self._known: dict[int, tuple[int, DropoutCall]] = {}
         self._turned = False
 
     def turn(self) -> None:
@@ -107,20 +111,22 @@ class Draws:
             if self._turned:
                 raise _not_restored(self._where(name))
             found = self._known[mark] = self._next(name)
+        number, call = found
+        context = current_tensor_context()
+        cuts = context.cuts_of(x, call) if context is not None else ()
         if batch_dim is None:
-            return Draw(found, 1, 0)
+            return Draw(number, 1, 0, cuts)
         count = self._rows.count
         if count is None:
             raise _no_rows(self._where(name))
         if x.shape[batch_dim] % count:
             raise _other_rows(self._where(name), x, batch_dim, count)
-        return Draw(found, count, self._rows.first)
+        _check_rows(self._where(name), x, batch_dim, cuts)
+        return Draw(number, count, self._rows.first, cuts)
 
-    def _next(self, name: str) -> int:
-        place = (self.place if self.place is not None else "loss_fn", name)
-        number = self._counts[place]
-        self._counts[place] += 1
-        return squares_key(key(self._seed, self._step, "dropout", *place, number))
+    def _next(self, name: str) -> tuple[int, DropoutCall]:
+        call = _call(self._counts, self.place, name)
+        return squares_key(key(self._seed, self._step, "dropout", *call)), call
 
     def _where(self, name: str) -> str:
         module = "loss_fn" if self.place is None else f"module {self.place or '(root)'}"
@@ -151,17 +157,28 @@ class EvalDraws:
 class TracedDraws:
     """Notes which draws a trace meets.
 
+    Args:
+        path: says which module runs, where tensor axes cut layers.
+
     Attributes:
         functional: whether one came from another module than `Dropout`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: Callable[[], str | None] = lambda: None) -> None:
         self.place: str | None = None
         self.functional = False
+        self._path = path
+        self._counts: Counter[tuple[str, str]] = Counter()
 
     def draw(self, x: Tensor, name: str, batch_dim: int | None) -> None:
-        """Fake tensors have no elements to drop."""
+        """Fake tensors have no elements to drop; the context notes how they are cut."""
         self.functional |= self.place is None
+        context = current_tensor_context()
+        if context is None:
+            return
+        place = self.place if self.place is not None else self._path()
+        call = _call(self._counts, place, name)
+        _check_rows(f"module {call.place or '(root)'}", x, batch_dim, context.cuts_of(x, call))
 
 
 AnyDraws = Draws | EvalDraws | TracedDraws
@@ -238,6 +255,18 @@ def micro_rows(
     return rows
 
 
+def _call(counts: Counter[tuple[str, str]], place: str | None, name: str) -> DropoutCall:
+    """The next call of a place."""
+    where = place if place is not None else "loss_fn"
+    counts[where, name] += 1
+    return DropoutCall(where, name, counts[where, name] - 1)
+
+
+def _check_rows(where: str, x: Tensor, batch_dim: int | None, cuts: Sequence[Cut]) -> None:
+    if batch_dim is not None and any(cut.dim == batch_dim % x.ndim for cut in cuts):
+        raise _cut_rows(where, x, batch_dim)
+
+
 def _mark() -> int:
     """A number that the default generator gives again where its state is restored."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
@@ -277,6 +306,20 @@ def _other_rows(where: str, x: Tensor, batch_dim: int, rows: int) -> RandomError
         "and its mask is to be equal on all ranks",
         shape=tuple(x.shape),
         rows=rows,
+    )
+
+
+def _cut_rows(where: str, x: Tensor, batch_dim: int) -> RandomError:
+    return RandomError(
+        f"Dimension {batch_dim} of the input of sw.dropout holds the rows of the batch, and a "
+        "tensor axis cuts it.",
+        where=where,
+        facts=f"x has shape {tuple(x.shape)} on this rank.",
+        why="An element's mask depends on its row in the global batch, which is not known where "
+        "another dimension is merged with the rows and cut.",
+        fix="call sw.dropout before the dimensions are merged, on 'batch seq ...'",
+        shape=tuple(x.shape),
+        batch_dim=batch_dim,
     )
 
 

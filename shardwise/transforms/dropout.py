@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from shardwise.sharding.bits import block_elements, squares
 from shardwise.sharding.errors import RandomError
+from shardwise.sharding.functional import bound
 from shardwise.transforms.draws import Draw, current_draws
 
 # The golden ratio of 2^64: rows begin far from each other among the counters, so that an element's
@@ -36,7 +37,7 @@ def dropout(
     torch's.
 
     Args:
-        x: an activation; its other dimensions must not be sharded.
+        x: an activation; where tensor axes cut it, ranks cut the mask alike.
         p: probability of an element to be dropped.
         training: False returns `x`.
         name: what this call is for. Calls of one module without a name, or of one name, are told
@@ -57,6 +58,7 @@ def dropout(
     tensor([1., 1., 1.])
     """
     _check(p)
+    x = bound(x)
     if not training or p == 0:
         return x
     draws = current_draws()
@@ -126,17 +128,60 @@ def masked(x: Tensor, draw: Draw, p: float, dim: int = 0) -> Tensor:
     """
     grid = x.movedim(dim, 0).contiguous().view(draw.rows, -1)
     out = torch.empty_like(grid)
+    positions = _positions(x, draw, dim)
     threshold = round(p * 2.0**32)
     scale = 1 / (1 - p) if p < 1 else 0.0
     for rows, columns in _blocks(grid.shape[0], grid.shape[1], block_elements(x.device)):
         counters = torch.arange(rows.start, rows.stop, device=x.device)
         counters = (counters + draw.first).mul_(_ROW_STRIDE).unsqueeze(1)
-        counters = counters + torch.arange(columns.start, columns.stop, device=x.device)
+        counters = counters + positions(columns)
         dropped = squares(draw.key, counters) < threshold
         part = out[rows, columns]
         torch.mul(grid[rows, columns], scale, out=part)
         part.masked_fill_(dropped, 0)
     return out.view(x.movedim(dim, 0).shape).movedim(0, dim)
+
+
+def _place_in_row(cut_dim: int, rows_dim: int) -> int:
+    """Which dimension of a row a dimension of the tensor is; the rows' own one comes first.
+
+    >>> [_place_in_row(at, 1) for at in range(3)]
+    [1, 0, 2]
+    """
+    if cut_dim == rows_dim:
+        return 0
+    return cut_dim + 1 if cut_dim < rows_dim else cut_dim
+
+
+def _positions(x: Tensor, draw: Draw, dim: int) -> Callable[[slice], Tensor]:
+    """What gives the positions in the whole row, for columns of a block of it."""
+    device = x.device
+    if not draw.cuts:
+        return lambda columns: torch.arange(columns.start, columns.stop, device=device)
+    cuts = {_place_in_row(cut.dim, dim % x.ndim): cut for cut in draw.cuts}
+    shape = (x.shape[dim] // draw.rows, *x.movedim(dim, 0).shape[1:])
+    tables: list[Tensor | None] = []
+    for at, size in enumerate(shape):
+        table = None
+        if at in cuts:
+            table = torch.zeros(size, dtype=torch.int64, device=device)  # any will do for padding
+            for run in cuts[at].runs:
+                span = torch.arange(run.start, run.stop, device=device)
+                table[run.at : run.at + run.count] = span
+        tables.append(table)
+
+    def positions(columns: slice) -> Tensor:
+        left = torch.arange(columns.start, columns.stop, device=device)
+        found, stride = torch.zeros_like(left), 1
+        for at in reversed(range(len(shape))):
+            index = left % shape[at]
+            left = left // shape[at]
+            table = tables[at]
+            found += stride * (index if table is None else table[index])
+            stride *= shape[at] if at not in cuts else cuts[at].size
+        return found
+
+    return positions
 
 
 def _blocks(rows: int, columns: int, size: int) -> Iterator[tuple[slice, slice]]:

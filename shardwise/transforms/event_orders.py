@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardwise.sharding.plan import Plan
-from shardwise.transforms.order import Event
+from shardwise.transforms.order import CROSS, Event
 
 
 def complete(events: Sequence[Event], plan: Plan, default: Sequence[Event]) -> tuple[Event, ...]:
@@ -35,7 +35,7 @@ def _unclosed(events: Sequence[Event]) -> list[Event]:
     for event in events:
         if event.kind == "enter":
             open_events.append(event)
-        else:
+        elif event.kind == "leave":
             open_events = [e for e in open_events if e.unit != event.unit]
     return open_events
 
@@ -49,6 +49,8 @@ def _place(events: Sequence[Event], unit: str, rank: Mapping[str, int]) -> int:
     for index, event in enumerate(events):
         if event.kind == "enter" and depth <= 0 and rank[event.unit] > rank[unit]:
             return index
+        if event.kind == CROSS:
+            continue
         has_leave = any(e.kind == "leave" and e.unit == event.unit for e in events)
         depth += (1 if event.kind == "enter" else -1) if has_leave else 0
     return len(events)

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.checkpoint.records import BUFFERS, PARAMS, Box, Record, records_of
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.errors import CheckpointError, strict_keywords
 from shardwise.sharding.leaves import Home
-from shardwise.sharding.movement import Collective, Mover, finish
+from shardwise.sharding.movement import Mover, finish
 from shardwise.sharding.relocate import JOB
 from shardwise.sharding.state import State, adopt
 from shardwise.sharding.tree import Where, select
@@ -212,8 +213,9 @@ def _rounds(made: Sequence[tuple[Record, Item]]) -> list[list[_Slice]]:
 
 def _slices(index: int, record: Record, item: Item) -> list[_Slice]:
     holders = record.lying.grid.holders
-    boxes = [(part, record.box(part)) for part in range(record.parts)]
-    boxes = [(part, box) for part, box in boxes if box.numel] or boxes[:1]
+    nothing = Box((0,) * len(record.shape), record.shape)
+    boxes = [(part, box) for part in range(record.parts) for box in record.first_boxes(part)]
+    boxes = boxes or [(0, nothing)]
     found: list[_Slice] = []
     for part, box in boxes:
         source = 0 if 0 in holders[part] else holders[part][0]
@@ -314,11 +316,7 @@ class _Writing:
     def _values(self, piece: _Slice) -> Tensor:
         """This rank's elements of a slice, in the dtype of the file."""
         record, item = self._made[piece.index]
-        box = record.box(record.part_of(self._mover.rank))
-        values = record.values(self._mover.rank)
-        for dim, (at, start) in enumerate(zip(piece.box.offsets, box.offsets, strict=True)):
-            values = values.narrow(dim, at - start, piece.box.sizes[dim])
-        return values.detach().to(item.dtype)
+        return record.inside(self._mover.rank, piece.box).detach().to(item.dtype)
 
     def _put(self, piece: _Slice, raw: Tensor) -> None:
         """Take a slice; a tensor that is whole is written and forgotten."""

@@ -101,10 +101,15 @@ def _zero_padding(state: State, lowering: Lowering) -> None:
             for start, stop in layout.gaps:
                 flat[start:stop].zero_()
     for record in records_of(state):
-        if record.shape:
-            dim = record.lying.entry.dim
-            valid = record.values(state.home.rank).shape[dim]
-            record.block.narrow(dim, valid, record.block.shape[dim] - valid).zero_()
+        held = [values for _, values in record.pieces(state.home.rank)]
+        if sum(values.numel() for values in held) == record.block.numel():
+            continue
+        if record.lying.entry.frame is not None or not held:
+            record.block.zero_()  # what is no padding is read later
+            continue
+        dim = record.lying.entry.dim
+        valid = held[0].shape[dim]
+        record.block.narrow(dim, valid, record.block.shape[dim] - valid).zero_()
 
 
 def first_state(
@@ -187,10 +192,10 @@ def _jobs(records: Sequence[Record], matched: Matched, rank: int) -> Iterable[Jo
     several = {id(record) for members in _shared(records) for record in members}
     for record in records:
         stored = matched.sources.get(record.name)
-        box = record.box(record.part_of(rank))
-        if stored is None or id(record) in rounded or id(record) in several or not box.numel:
+        if stored is None or id(record) in rounded or id(record) in several:
             continue
-        yield Job(stored, box, record.values(rank))
+        for box, values in record.pieces(rank):
+            yield Job(stored, box, values)
 
 
 def _roundings(records: Sequence[Record]) -> Iterable[tuple[Record, Record]]:
@@ -201,6 +206,7 @@ def _roundings(records: Sequence[Record]) -> Iterable[tuple[Record, Record]]:
         if record.derived and master is not None:
             here, there = record.lying, master.lying
             same = here.grid.axes == there.grid.axes and here.entry.block == there.entry.block
+            same = same and here.entry.frame == there.entry.frame
             if same and here.entry.dim == there.entry.dim:
                 yield record, master
 
@@ -251,16 +257,11 @@ def _unequal_twins(
 
 
 def _equal(reader: Reader, record: Record, twin: Stored, rank: int) -> bool:
-    box = record.box(record.part_of(rank))
-    if not box.numel:
-        return True
-    values = record.values(rank)
-    for piece in cut(box, record.dtype, _MANY):
-        other = torch.empty(piece.sizes, dtype=record.dtype, device=values.device)
+    boxes = record.boxes(record.part_of(rank))
+    for piece in (one for box in boxes for one in cut(box, record.dtype, _MANY)):
+        other = torch.empty(piece.sizes, dtype=record.dtype, device=record.block.device)
         reader.fill([Job(twin, piece, other)])
-        mine = values
-        for dim, (at, start) in enumerate(zip(piece.offsets, box.offsets, strict=True)):
-            mine = mine.narrow(dim, at - start, piece.sizes[dim])
+        mine = record.inside(rank, piece)
         bits = [one.contiguous().reshape(-1).view(torch.uint8) for one in (mine, other)]
         if not torch.equal(*bits):
             return False

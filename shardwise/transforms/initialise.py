@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.compat import copy_all
 from shardwise.sharding.errors import InitError, summarise
+from shardwise.sharding.frames import tiles_of
 from shardwise.sharding.layout import Layout, Regroup, make_layout
 from shardwise.sharding.leaves import Flats
+from shardwise.sharding.lying import local_runs, rectangle
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.movement import Transport
 from shardwise.sharding.units import ParamInfo
@@ -105,6 +107,12 @@ class Shards:
         """Keep this rank's blocks of one whole parameter."""
         for flat, layout in self._targets[path]:
             entry = layout.by_path[path]
+            if entry.frame is not None:
+                block = entry.view(flat)
+                for tile in tiles_of(local_runs(entry, layout, self._mesh, self._coords)):
+                    values = rectangle(whole.detach(), tile.offsets, tile.sizes)
+                    rectangle(block, tile.at, tile.sizes).copy_(values)
+                continue
             if not layout.axes:
                 entry.view(flat).copy_(whole)
                 continue

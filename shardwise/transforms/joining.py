@@ -37,15 +37,16 @@ def bind(
             )
 
     if world is not None:
-        _check_world(mesh, world.mesh.size, f"simulate({world.mesh!r})", world.mesh == mesh)
+        same = world.mesh in (mesh, mesh.whole)
+        _check_world(mesh, world.mesh.size, f"simulate({world.mesh!r})", same)
         meshes = [device_mesh_without_backend(mesh, r, where.type) for r in range(mesh.size)]
-        return Program([on(r, Simulated(world, r), m) for r, m in enumerate(meshes)], world)
+        return Program([on(r, Simulated(world, r, mesh), m) for r, m in enumerate(meshes)], world)
     job = join_job(where.type, timeout=timeout)
     _check_world(mesh, job.world, f"this job of {job.world} ranks", job.world == mesh.size)
     if job.world == 1 and not dist.is_initialized():
         return Program([on(0, Alone(), device_mesh_without_backend(mesh, 0, where.type))], None)
     device_mesh = init_device_mesh(where.type, mesh.sizes, mesh_dim_names=mesh.names)
-    transport = make_transport(device_mesh, timeout=timeout)
+    transport = make_transport(device_mesh, joins=mesh.joins, timeout=timeout)
     return Program([on(job.rank, transport, device_mesh)], None)
 
 

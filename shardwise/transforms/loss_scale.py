@@ -7,7 +7,8 @@ from typing import Any
 
 from shardwise.sharding.edits import LossScaleEdit
 from shardwise.sharding.errors import strict_keywords
-from shardwise.sharding.plan import Transform, call_site, named
+from shardwise.sharding.plan import Transform, named
+from shardwise.sharding.scope import call_site
 
 _DEFAULTS = {
     "initial_power": 16,

@@ -11,9 +11,9 @@ from torch import nn
 
 from shardwise.optim.base import GradientTransform, parts_of
 from shardwise.sharding.buckets import make_buckets
+from shardwise.sharding.collectives import payload_bytes
 from shardwise.sharding.errors import LowerError, strict_keywords
 from shardwise.sharding.functional import make_template
-from shardwise.sharding.movement import payload_bytes
 from shardwise.sharding.plan import Plan
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import bind_buffers, find_buffers, read_buffers
@@ -26,6 +26,7 @@ from shardwise.transforms.order import registration_order
 from shardwise.transforms.precision import warn_of_lost_updates
 from shardwise.transforms.program import Program
 from shardwise.transforms.regions import Region
+from shardwise.transforms.tensor_layers import Boundary
 from shardwise.transforms.trace import LossFunction, trace
 
 
@@ -50,10 +51,12 @@ class Lowered(Lowering):
             key = (item.reason, item.kind, item.axis)
             number, nbytes = totals.get(key, (0, 0))
             totals[key] = (number + 1, nbytes + item.nbytes)
+        width = max((len(reason) + 2 for reason, _, _ in totals), default=0)
         lines += [
-            f"  {reason:<10}{kind:<15}{axis:<8}x{number:<5}{nbytes:>16,} B"
+            f"  {reason:<{max(width, 10)}}{kind:<15}{axis:<8}x{number:<5}{nbytes:>16,} B"
             for (reason, kind, axis), (number, nbytes) in totals.items()
         ]
+        lines += self._crossing_lines()
         lines.append(str(self.memory()))
         if self.forward_flops is not None:
             part = "rank" if self.plan.accumulation.steps == 1 else "micro-batch"
@@ -61,6 +64,24 @@ class Lowered(Lowering):
         lines += [self._remat_text()] if self.plan.remat else []
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def _crossing_lines(self) -> list[str]:
+        """What activations move over tensor axes in one pass, by kind."""
+        tensor = self.plan.tensor
+        if not tensor.frames:
+            return []
+        axes = ", ".join(axis.name for axis in tensor.axes.values())
+        if not self.traced:
+            return [
+                f"note: what activations move over {axes} is not known until the first step "
+                "(no batch given)"
+            ]
+        first = [item for item in self.schedule.items if item.reason == "activations"]
+        totals: dict[tuple[str, str], list[int]] = {}
+        for item in first:
+            totals.setdefault((item.kind, item.axis), []).append(item.nbytes)
+        moved = [f"{kind} {a} x{len(n)} {sum(n):,} B" for (kind, a), n in totals.items()]
+        return [f"activations of one micro-batch: {', '.join(moved) or 'nothing moves'}"]
 
     def _remat_text(self) -> str:
         """What remat gives, and what it takes."""
@@ -144,7 +165,8 @@ def lower(
     _check_optimizer(optimizer)
     warn_of_lost_updates(plan, stacklevel=4)
     shapes = {info.path: info.shape for info in plan.infos if info.trainable}
-    buckets = make_buckets(plan, parts_of(optimizer, shapes))
+    parts = parts_of(optimizer, shapes)
+    buckets = make_buckets(plan, parts)
     events = registration_order(plan, buckets)
     about: dict[str, Any] = {"count_fn": count_fn, "grad_norm": grad_norm}
     lowered = Lowered(plan, loss_fn, optimizer, module, buckets, events, **about)
@@ -152,7 +174,7 @@ def lower(
         return lowered
     device = torch.device("cpu")
     template, precision = make_template(module, plan.infos, device), plan.precision
-    stage = Stage(template, plan.units, _Nobody(), plan.remat, precision.casts)
+    stage = Stage(template, plan.units, _Nobody(), plan.remat, precision.casts, tensor_plan=plan)
     sites = find_buffers(stage.template.module)
     bind_buffers(sites, cast_buffers(read_buffers(sites), precision.buffers), ())
     micro = first_micro(batch, plan.accumulation.steps)
@@ -177,6 +199,18 @@ class _Nobody:
     def run(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module itself."""
         return region.forward(*args, **kwargs)
+
+    def cross(self, boundary: Boundary, place: str, tensor: Any) -> Any:
+        """Unchanged."""
+        return tensor
+
+    def crosses(self, way: str) -> bool:
+        """Nothing does."""
+        return False
+
+    def look_up(self, boundary: Boundary, module: nn.Embedding, run: Any, tokens: Any) -> Any:
+        """There is nobody to ask."""
+        raise LowerError(f"Module {boundary.path!r} is called while nothing runs.")
 
 
 def _check_optimizer(optimizer: Any) -> None:

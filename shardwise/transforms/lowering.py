@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -14,11 +14,13 @@ from torch import nn
 from shardwise.optim.base import GradientTransform
 from shardwise.optim.norms import Norm
 from shardwise.sharding.buckets import Bucket, Route, route
+from shardwise.sharding.collectives import Collective, packed_items
 from shardwise.sharding.functional import refuse_written_views
-from shardwise.sharding.movement import Collective, packed_items
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.redistribute import route_items
 from shardwise.transforms.activations import Recomputation
+from shardwise.transforms.call_facts import CallFacts
+from shardwise.transforms.crossings import Crossing
 from shardwise.transforms.dropout import Dropout
 from shardwise.transforms.event_orders import complete
 from shardwise.transforms.loss import counts_unknown
@@ -31,6 +33,8 @@ from shardwise.transforms.order import (
     stays_open,
 )
 from shardwise.transforms.stepping import Stepping, make_stepping
+from shardwise.transforms.tensor_calls import Lengths
+from shardwise.transforms.tensor_sums import TensorSum, plan_sums
 from shardwise.transforms.trace import LossFunction, Trace
 
 FIXED_SCALARS = 4
@@ -60,6 +64,10 @@ class Lowering:
         grad_norm: report the 2-norm of the gradient even if the optimizer does not need it.
         first_divisor: power of two near the elements of a global batch, as far as its tensors tell.
         calls_dropout: whether a trace has met a call of `sw.dropout` outside of `sw.Dropout`.
+        crossings: how activations cross boundaries, by name.
+        replicated: by tensor axis, whole parameters of whose gradient each rank has a part.
+        lengths: see [Note: which dimension is cut].
+        facts: about calls inside of modules; see [Note: places].
     """
 
     plan: Plan
@@ -80,6 +88,20 @@ class Lowering:
     grad_norm: bool = False
     first_divisor: float = 1.0
     calls_dropout: bool = False
+    crossings: Mapping[str, Crossing] = field(default_factory=dict)
+    replicated: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    lengths: Lengths = field(default_factory=dict)
+    facts: CallFacts = field(default_factory=CallFacts)
+
+    @cached_property
+    def tensor_sums(self) -> tuple[TensorSum, ...]:
+        """Gradients that are summed over tensor axes after the last pass."""
+        return plan_sums(self.all_buckets, self.replicated, self.plan.mesh)
+
+    @cached_property
+    def agree_axes(self) -> tuple[str, ...]:
+        """Axes over which flags are agreed: all that have more than one rank."""
+        return tuple(axis for axis in self.plan.mesh if self.plan.mesh[axis] > 1)
 
     @cached_property
     def all_buckets(self) -> tuple[Bucket, ...]:
@@ -115,7 +137,7 @@ class Lowering:
     def scalar_items(self) -> tuple[Collective, ...]:
         """The packed reduction of loss, counts and flags."""
         count = FIXED_SCALARS + len(self.trainable) + 2 * len(self.aux or ())
-        return packed_items(count, self.batch_axes, self.plan.mesh, "scalars")
+        return packed_items(count, self.agree_axes, self.plan.mesh, "scalars")
 
     @cached_property
     def check_items(self) -> tuple[Collective, ...]:
@@ -124,7 +146,7 @@ class Lowering:
         Whether they are finite, and which parameters they are for.
         """
         count = 1 + len(self.trainable)
-        return packed_items(count, self.batch_axes, self.plan.mesh, "agree")
+        return packed_items(count, self.agree_axes, self.plan.mesh, "agree")
 
     @cached_property
     def narrows(self) -> bool:
@@ -137,13 +159,13 @@ class Lowering:
         """What tells whether gradients are still finite in the dtype that they rest in."""
         if not self.narrows:
             return ()
-        return packed_items(1, self.batch_axes, self.plan.mesh, "agree")
+        return packed_items(1, self.agree_axes, self.plan.mesh, "agree")
 
     @cached_property
     def eval_scalar_items(self) -> tuple[Collective, ...]:
         """The packed reduction of an evaluation."""
         count = FIXED_SCALARS + 2 * len(self.aux or ())
-        return packed_items(count, self.batch_axes, self.plan.mesh, "scalars")
+        return packed_items(count, self.agree_axes, self.plan.mesh, "scalars")
 
     @cached_property
     def count_items(self) -> tuple[Collective, ...]:
@@ -229,7 +251,9 @@ class Lowering:
     @cached_property
     def grads_items(self) -> tuple[Collective, ...]:
         """Collectives of `program.grads`."""
-        return self.pass_items + self.buffer_items + self.scalar_items + self.range_items
+        sums = tuple(one.item for one in self.tensor_sums)
+        ends = self.buffer_items + self.scalar_items + self.range_items
+        return self.pass_items + sums + ends
 
     @cached_property
     def update_items(self) -> tuple[Collective, ...]:
@@ -255,6 +279,8 @@ class Lowering:
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective of one step of one rank, in the order in which it runs.
 
+        Bytes of activations are those of a micro-batch of the traced shape; another one moves what
+        its own shape takes, in the same order, and a pass without a micro-batch moves none.
         The first step runs one more, an exchange of Python objects in which ranks agree on the
         structure of the batch. A step that is skipped, because its loss or gradients are not
         finite, ends after those of `grads_items`, with an exchange of what each rank has found.
@@ -285,4 +311,8 @@ class Lowering:
             forward_flops=seen.forward_flops,
             recomputation=seen.recomputation,
             calls_dropout=seen.calls_dropout,
+            crossings=seen.crossings,
+            replicated=seen.replicated,
+            lengths=seen.lengths,
+            facts=seen.facts,
         )

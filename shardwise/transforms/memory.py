@@ -6,7 +6,8 @@ compute buffer and gather stack of a unit at its entry, its whole gradients whil
 the send stack while it reduces, and the landed gradients that fill up as backward proceeds. The
 transient is the peak of all that less `grads`, where landed gradients are listed; it is below the
 largest sum of buffers whenever the peak comes before the last gradient has landed. Activations are
-the model's own and not counted. What a step of several passes keeps between them is part of the
+the model's own and not counted, but for what one of them takes while it crosses a boundary of
+layers that a tensor axis cuts. What a step of several passes keeps between them is part of the
 transient, and listed by itself.
 """
 
@@ -20,6 +21,7 @@ from itertools import chain
 import torch
 
 from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.pytree import tree_leaves
@@ -141,7 +143,10 @@ def _padding(lowering: Lowering, bucket: Bucket, state_bytes_per_element: int) -
     mesh = lowering.plan.mesh
 
     def extra(layout: Layout, itemsize: int) -> int:
-        elements = sum(math.prod(entry.shape) for entry in layout.entries)
+        elements = sum(
+            math.prod(entry.whole) / mesh.product(entry.frame.axes if entry.frame else ())
+            for entry in layout.entries
+        )
         return int((layout.length - elements / mesh.product(layout.axes)) * itemsize)
 
     total = extra(bucket.params, bucket.params.dtype.itemsize)
@@ -232,6 +237,17 @@ def _sum_bytes(bucket: Bucket, mesh: Mesh) -> int:
     return cast + max(all_reduce_scratch_bytes(nbytes, mesh[axis]) for axis in bucket.sum_axes)
 
 
+def _crossing_bytes(item: Collective, mesh: Mesh) -> int:
+    """A whole tensor and a copy of it that is packed or joined, or scratch beside it."""
+    ranks = mesh[item.axis]
+    whole = item.buffer_bytes(ranks)
+    if item.kind == "all_gather":
+        return 2 * whole
+    if item.kind == "reduce_scatter":
+        return whole + whole // ranks + scratch_bytes(whole, ranks)
+    return whole + all_reduce_scratch_bytes(whole, ranks)
+
+
 def whole_bytes(bucket: Bucket) -> int:
     """Whole gradients that the passes of a step add up, if they do."""
     if bucket.sums is None or not bucket.keeps_whole:
@@ -254,6 +270,7 @@ def _passes_peak(lowering: Lowering) -> int:
     for schedule in schedules if len(schedules) <= _DISTINCT else (*schedules[:2], schedules[-1]):
         walk.forward(schedule)
         walk.backward(schedule)
+    walk.sum([one.item for one in lowering.tensor_sums])
     walk.rest()
     return walk.level.peak
 
@@ -277,6 +294,8 @@ class _StepWalk:
             unit = action.event.unit
             if action.kind == "gather":
                 self._fill(unit)
+            elif action.kind == "cross":
+                self._cross(action)
             elif action.event.kind == "leave" and unit not in self._staying:
                 self._empty(unit)
 
@@ -288,6 +307,9 @@ class _StepWalk:
             unit = action.event.unit
             if action.kind == "gather":
                 self._fill(unit)
+                continue
+            if action.kind == "cross":
+                self._cross(action)
                 continue
             if action.kind == "none":  # the end of a unit in a recomputation around it
                 self._empty(unit)
@@ -302,10 +324,22 @@ class _StepWalk:
             self.level.remove(sum(grad_bytes(b) for b in self._buckets[unit]))
         self._land()
 
+    def _cross(self, action: Action) -> None:
+        """What an activation takes while it crosses a boundary, its result included."""
+        taken = sum(_crossing_bytes(item, self._mesh) for item in chain(*action.items))
+        self.level.add(taken)
+        self.level.remove(taken)
+
     def _land(self) -> None:
         """What is in flight arrives."""
         self.level.remove(sum(self._flying.values()))
         self._flying = {}
+
+    def sum(self, items: Sequence[Collective]) -> None:
+        """Pack, sum and unpack gradients that each tensor rank has a part of."""
+        for item in items:
+            self.level.add(_crossing_bytes(item, self._mesh))
+            self.level.remove(_crossing_bytes(item, self._mesh))
 
     def rest(self) -> None:
         """Bring the landed gradients to the dtype of their home, bucket by bucket."""

@@ -3,18 +3,20 @@
 [Note: every element once]
 A norm is a sum over elements (or their maximum): each rank adds what it holds, then ranks add up.
 Which ranks hold different elements is read from the spec of each parameter's `opt` home: those
-along the axes that shard it. Along all other axes ranks hold the same bits and add nothing. Sums
-that are to be added over the same axes are one number, whatever buckets they come from; the axes
-are taken from the innermost to the outermost, each once, and a sum that has been added over its
-innermost axis joins those that only had the rest to go. So there are as many collectives as axes
-that shard anything, and each carries 8 bytes per norm and distinct set of axes that has it left.
-Ranks add in rank order along each axis: the result is the same bits everywhere.
+along the axes that shard it. Along all other axes ranks hold the same bits and add nothing; so it
+is with the rows of a fused tensor that several ranks hold, which are added apart from the others
+(see [Note: copies inside of blocks]). Sums that are to be added over the same axes are one number,
+whatever buckets they come from; the axes are taken from the innermost to the outermost, each once,
+and a sum that has been added over its innermost axis joins those that only had the rest to go. So
+there are as many collectives as axes that shard anything, and each carries 8 bytes per norm and
+distinct set of axes that has it left. Ranks add in rank order along each axis: the result is the
+same bits everywhere.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -24,9 +26,12 @@ from torch import Tensor
 
 from shardwise.optim.norms import Norm, power_sum, root, select_all
 from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.collectives import Collective, packed_items
+from shardwise.sharding.copies import Copied, copies_of
 from shardwise.sharding.leaves import Flats
+from shardwise.sharding.lying import rectangle
 from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.movement import Collective, Mover, finish, packed_items
+from shardwise.sharding.movement import Mover, finish
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.spec import Spec
 
@@ -42,12 +47,26 @@ class Slice(NamedTuple):
     stop: int
 
 
+class Rows(NamedTuple):
+    """Of one parameter in a bucket, the rectangles that are copies along exactly some axes.
+
+    Args:
+        bucket: name of the bucket.
+        copied: of the parameter in its buffer.
+        axes: along which.
+    """
+
+    bucket: str
+    copied: Copied
+    axes: tuple[str, ...]
+
+
 class Part(NamedTuple):
     """Slices that are sharded over the same axes and count in the same norms."""
 
     axes: AxesLeft
     norms: tuple[Norm, ...]
-    slices: tuple[Slice, ...]
+    slices: tuple[Slice | Rows, ...]
 
 
 class Column(NamedTuple):
@@ -86,7 +105,11 @@ class Reduction:
     @cached_property
     def num_elements(self) -> int:
         """Elements that one rank adds up."""
-        return sum(piece.stop - piece.start for part in self.parts for piece in part.slices)
+        pieces = (piece for part in self.parts for piece in part.slices)
+        return sum(
+            piece.stop - piece.start if isinstance(piece, Slice) else piece.copied.entry.numel
+            for piece in pieces
+        )
 
 
 def sharding_axes(spec: Spec, mesh: Mesh) -> AxesLeft:
@@ -95,8 +118,7 @@ def sharding_axes(spec: Spec, mesh: Mesh) -> AxesLeft:
     >>> sharding_axes(Spec.parse("d0/(ep dp) d1"), Mesh(dp=2, ep=2, tp=2))
     ('dp', 'ep')
     """
-    used = {axis for dim in range(spec.axes.ndim) for axis in spec.dim_axes(dim)}
-    return tuple(axis for axis in mesh if axis in used and mesh[axis] > 1)
+    return tuple(axis for axis in mesh if axis in spec.mesh_axes and mesh[axis] > 1)
 
 
 def plan_norms(norms: Iterable[Norm], plan: Plan, buckets: Sequence[Bucket]) -> Reduction:
@@ -118,7 +140,7 @@ def plan_norms(norms: Iterable[Norm], plan: Plan, buckets: Sequence[Bucket]) -> 
     for norm in wanted:
         for path in selected[norm]:
             counted[path].append(norm)
-    found: dict[tuple[AxesLeft, tuple[Norm, ...]], list[Slice]] = {}
+    found: dict[tuple[AxesLeft, tuple[Norm, ...]], list[Slice | Rows]] = {}
     for bucket in members if wanted else ():
         for axes, inside, piece in _slices(bucket, plan, counted):
             found.setdefault((axes, inside), []).append(piece)
@@ -129,14 +151,19 @@ def plan_norms(norms: Iterable[Norm], plan: Plan, buckets: Sequence[Bucket]) -> 
 
 def _slices(
     bucket: Bucket, plan: Plan, counted: Mapping[str, Sequence[Norm]]
-) -> Iterable[tuple[AxesLeft, tuple[Norm, ...], Slice]]:
+) -> Iterator[tuple[AxesLeft, tuple[Norm, ...], Slice | Rows]]:
     assert bucket.opt is not None
     entries = bucket.opt.entries
     ends = [*(entry.offset for entry in entries[1:]), bucket.opt.length]
-    keys = [
-        (sharding_axes(plan.opt[entry.path], plan.mesh), tuple(counted[entry.path]))
-        for entry in entries
-    ]
+    keys: list[tuple[AxesLeft, tuple[Norm, ...]]] = []
+    for entry in entries:
+        axes, inside = sharding_axes(plan.opt[entry.path], plan.mesh), tuple(counted[entry.path])
+        copies = copies_of(entry.frame, plan.mesh) if inside else ()
+        copied = Copied(entry, bucket.opt, plan.mesh)
+        for some in ((), *copies) if copies else ():
+            left = tuple(axis for axis in axes if axis not in some)
+            yield left, inside, Rows(bucket.name, copied, some)
+        keys.append((axes, () if copies else inside))
     start = 0
     for index, (key, end) in enumerate(zip(keys, ends, strict=True)):
         if index + 1 < len(keys) and keys[index + 1] == key:
@@ -174,7 +201,7 @@ def run_norms(mover: Mover, reduction: Reduction, flats: Flats) -> dict[Norm, Te
     """
     columns: dict[Column, Tensor] = {}
     for part in reduction.parts:
-        tensors = [_view(flats[s.bucket], s) for s in part.slices]
+        tensors = [view for s in part.slices for view in _views(flats[s.bucket], s, mover)]
         sums = {norm.ord: power_sum(tensors, norm.ord) for norm in _one_per_ord(part.norms)}
         for norm in part.norms:
             _join(columns, Column(norm, part.axes), sums[norm.ord])
@@ -197,9 +224,14 @@ def run_norms(mover: Mover, reduction: Reduction, flats: Flats) -> dict[Norm, Te
     }
 
 
-def _view(flat: Tensor, piece: Slice) -> Tensor:
-    whole = piece.stop - piece.start == flat.numel()
-    return flat if whole else flat[piece.start : piece.stop]
+def _views(flat: Tensor, piece: Slice | Rows, mover: Mover) -> list[Tensor]:
+    if isinstance(piece, Slice):
+        whole = piece.stop - piece.start == flat.numel()
+        return [flat if whole else flat[piece.start : piece.stop]]
+    block = piece.copied.entry.view(flat)
+    tiles = piece.copied.at(mover.coords)
+    wanted = [tile for tile, axes in tiles.items() if axes == piece.axes]
+    return [rectangle(block, tile.at, tile.sizes) for tile in wanted] or [flat[:0]]
 
 
 def _one_per_ord(norms: Sequence[Norm]) -> Iterable[Norm]:

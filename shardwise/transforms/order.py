@@ -25,14 +25,18 @@ in backward comes first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.collectives import Collective, gather_items, reduce_items, scatter_items
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.modules import ROOT
-from shardwise.sharding.movement import Collective, gather_items, reduce_items, scatter_items
 from shardwise.sharding.plan import Plan
+from shardwise.transforms.crossings import Crossed
+
+CROSS, RECROSS = "cross", "cross again"
+"""Kinds of events: an activation crosses a boundary, and does so in a recomputation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +44,16 @@ class Event:
     """A unit is entered or left; `grad` tells whether backward passes through this call.
 
     `regions` are the calls of recomputed modules around it; see [Note: recomputation in the list].
+    A crossing is an event too: `unit` is then its place, and `crossed` what it moves for an
+    activation of the shape `shape`. Both are this rank's own: batches differ in size.
     """
 
     kind: str
     unit: str
     grad: bool = True
     regions: tuple[str, ...] = ()
+    crossed: Crossed | None = field(default=None, compare=False)
+    shape: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def is_enter(self) -> bool:
@@ -60,7 +68,8 @@ class Event:
 class Action:
     """What one event does on the wire; `items` holds the collectives of each bucket in turn.
 
-    `kind` is `gather`, `reduce` or `none`. `ends` marks the last reduction of a unit in a step.
+    `kind` is `gather`, `reduce`, `cross` or `none`. `ends` marks the last reduction of a unit in a
+    step.
     """
 
     event: Event
@@ -182,11 +191,21 @@ class Walk:
 
     def find(self, kind: str, unit: str) -> int | None:
         """Where the next such event is; nearly always the very next one."""
-        for index in range(self.position, len(self.actions)):
-            event = self.actions[index].event
+        actions = self.actions
+        for index in range(self.position, len(actions)):
+            event = actions[index].event
             if event.unit == unit and event.kind == kind:
                 return index
         return None
+
+    def take(self, kind: str, unit: str) -> bool:
+        """Take the turn of the very next action, if it is this one and no gather."""
+        if self.position == len(self.actions):
+            return False
+        event = self.actions[self.position].event
+        taken = event.kind == kind and event.unit == unit
+        self.position += taken
+        return taken
 
     def meet(self, index: int) -> Action:
         """Take one action's turn; for a gather, issue it and those after it within reach."""
@@ -210,7 +229,7 @@ def issue_order(actions: Sequence[Action], prefetch: int) -> tuple[Collective, .
     walk = Walk(actions, prefetch, issue)
     for index in range(len(actions)):
         action = walk.meet(index)
-        if action.kind == "reduce":
+        if action.kind in ("reduce", "cross"):
             issue(action)
     return tuple(issued)
 
@@ -238,10 +257,13 @@ def _schedule(
 ) -> Schedule:
     stay = plan.accumulation.gather == "step"
     forward = tuple(
-        Action(event, "gather", gathers(buckets[event.unit], event.unit, "forward"))
+        Action(event, "cross", _crossing(event, backward=False))
+        if event.kind == CROSS
+        else Action(event, "gather", gathers(buckets[event.unit], event.unit, "forward"))
         if event.kind == "enter" and (first or not stay)
         else Action(event, "none", ())
         for event in events
+        if event.kind != CROSS or _crossing(event, backward=False)
     )
     # Backward goes through events in reverse, so a unit's last reduction is that of its first call.
     firsts: dict[str, int] = {}
@@ -251,12 +273,16 @@ def _schedule(
     backward: list[Action] = []
     recomputed: set[str] = set()
     for index, event in reversed(list(enumerate(events))):
-        members = buckets[event.unit]
+        members = buckets.get(event.unit, ())
         for region in event.regions:
             if region not in recomputed:
                 recomputed.add(region)
                 backward += _recomputation(plan, buckets, events, region)
-        if event.is_enter:
+        if event.kind == CROSS:
+            moved = _crossing(event, backward=True)
+            if event.grad and moved:
+                backward.append(Action(event, "cross", moved))
+        elif event.is_enter:
             ends = last and firsts.get(event.unit) == index
             reduces = reductions(members, plan.mesh, event.unit, ends=ends) if event.grad else ()
             backward.append(Action(event, "reduce", reduces, ends))
@@ -276,12 +302,21 @@ def _recomputation(
     for event in events:
         if region not in event.regions or event.unit in staying:
             continue
-        if event.is_enter:
+        if event.kind == CROSS:
+            again, moved = replace(event, kind=RECROSS), _crossing(event, backward=False)
+            actions += [Action(again, "cross", moved)] if moved else []
+        elif event.is_enter:
             items = gathers(buckets[event.unit], event.unit, "recompute")
             actions.append(Action(Event("recompute", event.unit), "gather", items))
         else:
             actions.append(Action(Event("recomputed", event.unit), "none", ()))
     return actions
+
+
+def _crossing(event: Event, *, backward: bool) -> tuple[tuple[Collective, ...], ...]:
+    assert event.crossed is not None
+    item = event.crossed.backward if backward else event.crossed.forward
+    return ((item,),) if item else ()
 
 
 def gathers(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -23,9 +23,11 @@ from shardwise.transforms.faults import explained
 from shardwise.transforms.loss import Loss, parse_loss
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.micro import MicroBatches, cut_batch, not_for_eval
+from shardwise.transforms.refitting import EventsOf, Items, fitted_eval, fitted_step
 from shardwise.transforms.runtime import Engine
 from shardwise.transforms.scalars import changed_metrics, changed_terms, other_counts
 from shardwise.transforms.settle import Failure
+from shardwise.transforms.tensor_context import in_tensor_context
 
 _MISSING = object()
 """The micro-batch of a pass that this rank has none for; None could be a batch of the user's."""
@@ -62,6 +64,7 @@ class Passes:
         sites: where the template holds its buffers.
         device: where tensors live.
         debug: repeat the checks of the first step in every step.
+        events_of: traces a micro-batch, after a failure.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Passes:
         *,
         device: torch.device,
         debug: bool,
+        events_of: EventsOf,
     ) -> None:
         self._stage = stage
         self._engine = engine
@@ -81,6 +85,7 @@ class Passes:
         self._device = device
         self._debug = debug
         self._checked = False
+        self._events_of = events_of
 
     def train(self, lowering: Lowering, state: State, batch: Any) -> Done:
         """All passes of a step; after a failure here this rank still joins every collective.
@@ -95,6 +100,7 @@ class Passes:
         self._stage.set_training(True)
         bind_buffers(self._sites, state.buffer_values, lowering.written_buffers)
         self._stage.set_written(lowering.written_buffers)
+        micros: tuple[Any, ...] = ()
         try:
             micros = cut_batch(batch, len(lowering.schedules))
             rows = self._rows(lowering, micros)
@@ -111,7 +117,9 @@ class Passes:
                     located=lowering.locates,
                 )
                 streams = self._keyed(lowering, state, number)
-                with streams, drawing(draws), checks, torch.enable_grad():
+                engine.crosser.calls.places.restart()
+                context = in_tensor_context(engine.crosser.calls)
+                with streams, drawing(draws), context, checks, torch.enable_grad():
                     engine.begin(state.flats, "train", schedule)
                     loss = self._pass(lowering, state, micro, counts, draws, enabled=enabled)
                 losses += [loss] if loss is not None else []
@@ -120,7 +128,7 @@ class Passes:
             buffers = read_buffers(self._sites)
             check_shapes(buffers, lowering)
         except Exception as error:
-            self._abort()
+            self._abort(lowering, lambda: fitted_step(lowering, micros, self._events_of))
             failure = Failure(explained(error, lowering.notes))
             return Done(None, {}, state.buffer_values, failure=failure)
         return Done(total, landed, buffers, counts=counts, num_passes=len(micros))
@@ -194,7 +202,13 @@ class Passes:
             if isinstance(batch, MicroBatches):
                 raise not_for_eval(len(batch))
             streams = keyed(key(int(state.seed), "eval"), self._device)
-            with streams, drawing(EvalDraws()), torch.no_grad():
+            self._engine.crosser.calls.places.restart()
+            with (
+                streams,
+                drawing(EvalDraws()),
+                in_tensor_context(self._engine.crosser.calls),
+                torch.no_grad(),
+            ):
                 self._engine.open()
                 self._engine.begin(state.flats, "eval", lowering.schedule)
                 loss = None if batch is None else self._loss(lowering, batch)
@@ -204,7 +218,7 @@ class Passes:
                 loss = loss.joined(counts) if loss is not None else None
         except Exception as error:
             failure = Failure(explained(error, lowering.notes))
-            self._abort()
+            self._abort(lowering, lambda: fitted_eval(lowering, batch, self._events_of))
             return None, failure
         return loss, Failure()
 
@@ -216,10 +230,10 @@ class Passes:
             raise changed_metrics(tuple(loss.aux), lowering.aux)
         return loss
 
-    def _abort(self) -> None:
+    def _abort(self, lowering: Lowering, fitted: Callable[[], Items]) -> None:
         """Forget a pass that has failed here, and take part in what the others still do in it."""
         self._engine.close()
-        self._mover.finish_with_zeros(self._device)
+        self._mover.finish_with_zeros(self._device, fitted() if lowering.crossings else ())
 
 
 def loss_multiplier(lowering: Lowering, state: State) -> float:

@@ -10,8 +10,9 @@ import torch
 from shardwise.sharding.edits import Edit
 from shardwise.sharding.errors import PlanError, strict_keywords
 from shardwise.sharding.modules import ROOT
-from shardwise.sharding.plan import Plan, Transform, call_site, named
+from shardwise.sharding.plan import Plan, Transform, named
 from shardwise.sharding.precision import SETTINGS, PrecisionEdit, is_half
+from shardwise.sharding.scope import call_site
 from shardwise.sharding.tree import Where
 from shardwise.sharding.units import dtype_name
 

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.sharding.beside import Beside
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.errors import SimulationError, strict_keywords
 from shardwise.sharding.gradients import Grads
 from shardwise.sharding.lifted import Lifted
-from shardwise.sharding.movement import Collective
-from shardwise.sharding.plan import call_site
+from shardwise.sharding.scope import call_site
 from shardwise.sharding.simulation import World
 from shardwise.sharding.state import State
 from shardwise.transforms.background import Writing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,43 +13,42 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.optim.loss_scale import next_divisor, next_loss_scale
 from shardwise.optim.norms import Norm
+from shardwise.sharding.collectives import packed_items
 from shardwise.sharding.functional import make_template
 from shardwise.sharding.gradients import Grads, rest_gradients
-from shardwise.sharding.movement import Mover, Transport, packed_items, packed_sum
+from shardwise.sharding.movement import Mover, Transport, packed_sum
 from shardwise.sharding.state import Life, State, adopt
 from shardwise.transforms.background import Background
 from shardwise.transforms.binding import Stage
-from shardwise.transforms.buffer_sync import (
-    average_buffers,
-    bind_buffers,
-    find_buffers,
-    read_buffers,
-)
-from shardwise.transforms.carry import FromState, carry_state
-from shardwise.transforms.casts import cast_buffers
-from shardwise.transforms.filling import first_state
+from shardwise.transforms.buffer_sync import Sites, average_buffers, find_buffers, read_buffers
+from shardwise.transforms.call_facts import prepare_calls
+from shardwise.transforms.carry import FromState
 from shardwise.transforms.finite import (
     agree_on_fault,
     agree_on_range,
     checked_grads,
     nonfinite_flag,
 )
-from shardwise.transforms.importing import FromFiles, import_state
-from shardwise.transforms.initialise import FromModule, Shards, check_source, take_module
+from shardwise.transforms.importing import FromFiles
+from shardwise.transforms.initialise import FromModule
 from shardwise.transforms.loss import Loss, Mean, bad_count, no_gradient
 from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
 from shardwise.transforms.make_home import make_home
 from shardwise.transforms.metrics import Metrics, read_metrics
-from shardwise.transforms.module_init import InitModule, init_from_seed
+from shardwise.transforms.module_init import InitModule
 from shardwise.transforms.norms import group_norms, whole_norm
+from shardwise.transforms.order import Event
 from shardwise.transforms.passes import Passes, loss_multiplier
 from shardwise.transforms.resharding import Origin
-from shardwise.transforms.restoring import FromCheckpoint, restore_state
+from shardwise.transforms.restoring import FromCheckpoint
 from shardwise.transforms.runtime import Engine
 from shardwise.transforms.saving import Saver
 from shardwise.transforms.scalars import changed_metrics, check_counts, other_metrics, pack_scalars
-from shardwise.transforms.settle import Failure, agree_on_batch, raise_together, settle
-from shardwise.transforms.stepping import init_opt
+from shardwise.transforms.settle import Failure, agree_on_batch, raise_failure, settle
+from shardwise.transforms.starting import Starter
+from shardwise.transforms.tensor_sums import run_sums
+from shardwise.transforms.trace import trace
+from shardwise.transforms.trace_stage import stage_for_trace
 from shardwise.transforms.unit_runtime import UnitRuntime
 from shardwise.transforms.update import run_update
 
@@ -93,17 +93,34 @@ class RankProgram:
             )
             for unit in plan.units
         }
-        self.engine = Engine(units)
+        self.engine = Engine(units, self.mover)
         casts = plan.precision.casts
-        self.stage = Stage(self.template, plan.units, self.engine, plan.remat, casts)
+        self.stage = Stage(
+            self.template, plan.units, self.engine, plan.remat, casts, tensor_plan=plan
+        )
         origin = Origin(lowering, transport, device)
         self.home = replace(make_home(lowering, rank, device_mesh), origin=origin)
         self.saver = Saver(plan, self.home, self.mover, device)
         self.background = Background(self.saver, self.mover, device)
+        self.starter = Starter(
+            self.template,
+            self.home,
+            self.mover,
+            self.background,
+            sites=self.buffer_sites,
+            buffers=self._buffers,
+            device=device,
+        )
         self._settled = False
         self.debug = debug
         self.passes = Passes(
-            self.stage, self.engine, self.mover, self.buffer_sites, device=device, debug=debug
+            self.stage,
+            self.engine,
+            self.mover,
+            self.buffer_sites,
+            device=device,
+            debug=debug,
+            events_of=self._events_of,
         )
 
     # -- init -------------------------------------------------------------------------------
@@ -121,74 +138,7 @@ class RankProgram:
             StateError: the state that is carried does not fit; every rank raises.
             RankError: an init failed on another rank.
         """
-        if isinstance(source, FromState | FromCheckpoint | FromFiles):
-            return self._taken(source, seed, init)
-        plan = self.lowering.plan
-        shards = Shards(self.lowering.all_buckets, plan.mesh, self.mover.coords, self.device)
-        seed = self._agree_seed(seed if seed is not None else source)
-        bind_buffers(self.buffer_sites, self._buffers, tuple(self._buffers))
-        failure = Failure()
-        try:
-            if isinstance(source, FromModule):
-                check_source(source, plan.infos, self._buffers)
-            else:
-                names = {unit.name for unit in plan.units}
-                init_from_seed(
-                    self.template, shards, seed, device=self.device, init=init, units=names
-                )
-        except Exception as error:
-            failure = Failure(error)
-        self._raise_together(failure, "init")
-        buffers = read_buffers(self.buffer_sites)
-        if isinstance(source, FromModule):
-            take_module(source, plan.infos, shards, self.mover.transport, self.device)
-            buffers = {name: source.tensors[name].to(self.device) for name in buffers}
-        return self._first_state(shards, buffers, seed)
-
-    def _taken(
-        self,
-        source: FromState | FromCheckpoint | FromFiles,
-        seed: int | None,
-        init: InitModule | None,
-    ) -> State:
-        """A state that is somewhere else, as one of this program."""
-        place = (self.lowering, self.home, self.mover)
-        buffers = cast_buffers(self._buffers, self.lowering.plan.precision.buffers)
-        about: dict[str, Any] = {"buffers": buffers, "device": self.device}
-        if isinstance(source, FromState):
-            state = carry_state(source, *place, **about)
-        elif isinstance(source, FromCheckpoint):
-            self.background.settle()
-            about |= {"initial": lambda seed: self.init(seed, init=init), "seed": seed}
-            state = restore_state(source, *place, **about)
-        else:
-            about["initial"] = lambda: self.init(seed or 0, init=init)
-            state = import_state(source, *place, **about)
-        if seed is None:
-            return state
-        return replace(state, seed=torch.tensor(self._agree_seed(seed), dtype=torch.int64))
-
-    def _first_state(self, shards: Shards, buffers: dict[str, Tensor], seed: int) -> State:
-        buffers = cast_buffers(buffers, self.lowering.plan.precision.buffers)
-        buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-        for buffer in buffers.values():
-            self.mover.transport.broadcast(buffer)
-        return first_state(
-            self.lowering,
-            self.home,
-            flats=shards.flats,
-            masters=shards.masters,
-            opt=init_opt(self.lowering.stepping, self.mover.coords, self.device),
-            buffers=buffers,
-            seed=seed,
-        )
-
-    def _agree_seed(self, given: int | FromModule) -> int:
-        """Rank 0's seed counts, so that replicas start equal whatever the ranks pass."""
-        seed = given if isinstance(given, int) else 0
-        value = torch.tensor([seed], dtype=torch.int64, device=self.device)
-        self.mover.transport.broadcast(value)
-        return int(value.item())
+        return self.starter.init(self.lowering, source, seed, init)
 
     # -- step -------------------------------------------------------------------------------
 
@@ -200,6 +150,11 @@ class RankProgram:
         self.mover.begin(self.lowering.pass_items)
         done = self.passes.train(self.lowering, state, batch)
         landed = done.landed
+        self.mover.expect([one.item for one in self.lowering.tensor_sums])
+        if landed:
+            run_sums(self.mover, self.lowering.tensor_sums, landed)
+        else:
+            self.mover.finish_with_zeros(self.device)
         self.mover.expect(self.lowering.buffer_items)
         ran = done.num_passes > 0
         buffers = average_buffers(self.mover, self.lowering, done.buffers, ran=ran)
@@ -207,7 +162,7 @@ class RankProgram:
         trainable = self.lowering.trainable
         values, numbers = self._reduce_scalars(done.loss, done.failure, trainable, flag)
         flags = numbers[FIXED_SCALARS : FIXED_SCALARS + len(trainable)]
-        used = frozenset(p for p, f in zip(trainable, flags, strict=True) if f > 0)
+        used = frozenset([p for p, f in zip(trainable, flags, strict=True) if f > 0])
         if flags and not used:
             raise no_gradient(len(flags))
         total, count, _, nonfinite = numbers[:FIXED_SCALARS]
@@ -313,18 +268,12 @@ class RankProgram:
         """Once: agree with the other ranks, and lower in the order that a trace has shown."""
         if self._settled:
             if self.debug:
-                agree_on_batch(batch, self.mover.transport)
+                agree_on_batch(batch, self.mover.transport, self.lowering.plan)
             return
-        # A trace runs the user's code on fake tensors, and modules cache what they compute: the
-        # template that it runs on is thrown away.
-        plan = self.lowering.plan
-        template = make_template(self.lowering.module, plan.infos, self.device)
-        sites = find_buffers(template.module)
-        buffers = cast_buffers(read_buffers(self.buffer_sites), plan.precision.buffers)
-        bind_buffers(sites, buffers, ())
+        stage, sites = self._stage_for_trace()
         self.lowering = settle(
             self.lowering,
-            Stage(template, plan.units, self.engine, plan.remat, plan.precision.casts),
+            stage,
             batch,
             steps=steps,
             sites=sites,
@@ -332,9 +281,30 @@ class RankProgram:
             device=self.device,
             call=self.mover.call,
         )
+        self.engine.crosser.take(self.lowering.crossings)
+        self.engine.crosser.calls.lengths = self.lowering.lengths
+        self.engine.crosser.calls.facts = self.lowering.facts
+        prepare_calls(self.stage, self.lowering.facts, self.mover.mesh, self.mover.coords)
         if self.lowering.locates:
             self.stage.locate_all()
         self._settled = True
+
+    def _stage_for_trace(self) -> tuple[Stage, Sites]:
+        return stage_for_trace(self.lowering, self.engine, self.buffer_sites, self.device)
+
+    def _events_of(self, micro: Any) -> Sequence[Event]:
+        """The events of a micro-batch of any size."""
+        stage, sites = self._stage_for_trace()
+        lowering = self.lowering
+        return trace(
+            lowering.plan,
+            stage,
+            lowering.loss_fn,
+            micro,
+            buffers=sites,
+            device=self.device,
+            staying=lowering.staying,
+        ).events
 
     # -- scalars ----------------------------------------------------------------------------
 
@@ -360,9 +330,13 @@ class RankProgram:
             loss, failure = None, Failure(changed_metrics(tuple(loss.aux), self.lowering.aux))
         used = self.engine.used
         failed = bool(str(failure))  # a rank without a batch has no loss, and has not failed
-        plain = [float(failed), 0.0, *(float(path in used) for path in flags)]
+        plain = [float(failed), 0.0, *[float(path in used) for path in flags]]
         means = [Mean(loss.total, loss.count), *loss.aux.values()] if loss else []
         values = pack_scalars(means, 1 + len(self.lowering.aux or ()), plain, self.device)
+        if not self._counts_here:
+            # Its tensor peers tell the same of the same batch; only flags are its own.
+            values[:2] = 0.0
+            values[FIXED_SCALARS + len(flags) :] = 0.0
         if nonfinite is not None:
             values[FIXED_SCALARS - 1] = nonfinite
         items = self.lowering.scalar_items if flags else self.lowering.eval_scalar_items
@@ -372,10 +346,16 @@ class RankProgram:
         numbers = values.tolist()
         _, count, failed = numbers[:3]
         if failed:
-            self._raise_together(failure)
+            raise_failure(self.mover, failure, "the step")
         if not 0 < count < math.inf:
             raise bad_count(count)
         return values, numbers
+
+    @property
+    def _counts_here(self) -> bool:
+        """Whether this rank speaks for its batch: the first of the tensor ranks that share it."""
+        axes = self.lowering.plan.tensor.axes.values()
+        return not any(self.mover.coords[part] for axis in axes for part in axis.parts)
 
     def _learn_aux(self, loss: Loss | None, failure: Failure) -> None:
         """Agree on the names of metrics that no trace could show."""
@@ -383,11 +363,7 @@ class RankProgram:
         told = self.mover.transport.gather_objects(names)
         known = [one for one in told if one is not None]
         if not known or any(one != known[0] for one in known):
-            self._raise_together(failure if str(failure) else Failure(other_metrics(told)))
+            raise_failure(
+                self.mover, failure if str(failure) else Failure(other_metrics(told)), "the step"
+            )
         self.lowering = replace(self.lowering, aux=known[0])
-
-    def _raise_together(self, failure: Failure, doing: str = "the step") -> None:
-        try:
-            raise_together(self.mover.transport.gather_objects(str(failure)), failure, doing)
-        finally:
-            failure.take()  # also where a simulated peer has ended this rank

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardwise.sharding.derived import Remat
 from shardwise.sharding.pytree import tree_flatten, tree_unflatten
@@ -49,7 +49,8 @@ class Region:
         name: its path.
         module: of the template.
         policy: what is kept.
-        spans: whether units lie inside of it.
+        spans: whether units or boundaries lie inside of it.
+        crosses: whether boundaries do.
         buffers: names of the template's buffers by identity.
     """
 
@@ -61,8 +62,10 @@ class Region:
         *,
         spans: bool,
         buffers: Mapping[int, str],
+        crosses: bool = False,
     ) -> None:
         self.name = name
+        self.crosses = crosses
         self.policy = policy
         self.spans = spans
         self.forward: Callable[..., Any] = module.forward
@@ -171,6 +174,12 @@ def checkpointed(
 
 
 def _checkpoint(region: Region, run: _Run, tensors: list[Tensor]) -> Any:
+    # Whatever crosses does so again, in its turn, also behind the last tensor that is needed.
+    with set_checkpoint_early_stop(not region.crosses):
+        return _checkpoint_now(region, run, tensors)
+
+
+def _checkpoint_now(region: Region, run: _Run, tensors: list[Tensor]) -> Any:
     if not region.keeps_values:
         return checkpoint(run, *tensors, use_reentrant=False)
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))

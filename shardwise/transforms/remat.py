@@ -28,7 +28,8 @@ from torch import Tensor
 from shardwise.sharding.derived import Remat
 from shardwise.sharding.edits import REMAT_POLICIES, RematEdit
 from shardwise.sharding.errors import PlanError, strict_keywords
-from shardwise.sharding.plan import Plan, Transform, call_site, named
+from shardwise.sharding.plan import Plan, Transform, named
+from shardwise.sharding.scope import call_site
 from shardwise.sharding.tree import Where
 from shardwise.transforms.replaying import recordings
 

@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.optim.base import parts_of
 from shardwise.sharding.buckets import make_buckets
 from shardwise.sharding.checkpoint.records import Box, Record, records_of
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.compat import device_mesh_without_backend
 from shardwise.sharding.errors import PlanError, StateError
 from shardwise.sharding.leaves import Home
 from shardwise.sharding.lifted import Lifted
-from shardwise.sharding.movement import Collective, Mover, Transport
+from shardwise.sharding.movement import Mover, Transport
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.simulation import Simulated
 from shardwise.sharding.state import State, adopt
@@ -184,21 +185,21 @@ def lacking_bytes(old: Sequence[Record], new: Sequence[Record], rank: int) -> in
         source = held.get(record.name)
         if source is None:
             continue
-        need = record.box(record.part_of(rank))
-        have = [source.box(source.part_of(rank))]
-        if record.derived:
-            master = true[record.name]
-            have.append(master.box(master.part_of(rank)))
+        sides = [source, true[record.name]] if record.derived else [source]
+        have = [side.boxes(side.part_of(rank)) for side in sides]
         size = min(record.dtype.itemsize, source.dtype.itemsize)
-        total += size * (need.numel - _covered(need, have))
+        for need in record.boxes(record.part_of(rank)):
+            total += size * (need.numel - _covered(need, have))
     return total
 
 
-def _covered(need: Box, have: Sequence[Box]) -> int:
-    """Elements of a rectangle that are in one or two others."""
-    inside = [_common(need, box) for box in have]
-    covered = sum(box.numel for box in inside)
-    return covered - (_common(*inside).numel if len(inside) == 2 else 0)
+def _covered(need: Box, have: Sequence[Sequence[Box]]) -> int:
+    """Elements of a rectangle that are in one or two groups of others, disjoint in each."""
+    inside = [[_common(need, box) for box in boxes] for boxes in have]
+    covered = sum(box.numel for boxes in inside for box in boxes)
+    if len(inside) == 2:
+        covered -= sum(_common(one, two).numel for one in inside[0] for two in inside[1])
+    return covered
 
 
 def _common(one: Box, other: Box) -> Box:

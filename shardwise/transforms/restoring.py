@@ -261,9 +261,9 @@ def _extra(manifest: Manifest, directory: Path, home: Home, device: torch.device
     targets = targets_of(tree, home, dtypes, device)
     with Reader(directory) as reader:
         reader.fill(
-            Job(manifest.by_name[one.name], box, one.values(home.rank))
+            Job(manifest.by_name[one.name], box, values)
             for one in targets
-            if (box := one.box(one.part_of(home.rank))).numel
+            for box, values in one.pieces(home.rank)
         )
     return unpack_extra(tree, {one.name: one.block for one in targets}, home, device)
 

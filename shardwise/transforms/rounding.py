@@ -12,7 +12,7 @@ that is resumed continues it. A block is rounded in pieces, each with a few arra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,10 @@ from torch import Tensor
 
 from shardwise.sharding.bits import global_index, stochastic_round
 from shardwise.sharding.buckets import Bucket, Group
-from shardwise.sharding.layout import Layout
+from shardwise.sharding.frames import Runs
+from shardwise.sharding.layout import Entry, Layout
 from shardwise.sharding.leaves import Flats
+from shardwise.sharding.lying import local_runs
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.opt_state import is_over, split
 from shardwise.sharding.pytree import tree_unflatten
@@ -67,14 +69,19 @@ class Rounding:
             noise = key(self.seed, self.step, "round", what, entry.path)
             rows = entry.block[entry.dim] if layout.axes else 0
             for first, last in _pieces(entry.numel):
-                index = global_index(
-                    entry.shape,
-                    entry.block,
-                    entry.dim,
-                    place * rows,
-                    span=(first, last),
-                    device=values.device,
-                )
+                span = (first, last)
+                if entry.frame is not None:
+                    runs = local_runs(entry, layout, self.mesh, self.coords)
+                    index = _framed_index(entry, runs, span, values.device)
+                else:
+                    index = global_index(
+                        entry.shape,
+                        entry.block,
+                        entry.dim,
+                        place * rows,
+                        span=span,
+                        device=values.device,
+                    )
                 part = slice(entry.offset + first, entry.offset + last)
                 out[part] = stochastic_round(values[part].float(), dtype, noise, index)
         return out
@@ -84,6 +91,22 @@ class Rounding:
         noise = key(self.seed, self.step, "round", what, path)
         index = torch.arange(value.numel(), device=value.device).view(value.shape)
         return stochastic_round(value.float(), dtype, noise, index)
+
+
+def _framed_index(
+    entry: Entry, runs: Sequence[Runs], span: tuple[int, int], device: torch.device
+) -> Tensor:
+    """Indices in the whole tensor of elements of a block with gaps; padding has that of row 0."""
+    flat = torch.arange(*span, device=device)
+    index = torch.zeros_like(flat)
+    for dim, whole in enumerate(entry.whole):
+        rows = torch.zeros(entry.block[dim], dtype=torch.int64, device=device)
+        for run in runs[dim]:
+            rows[run.at : run.at + run.count] = torch.arange(run.start, run.stop, device=device)
+        inner = math.prod(entry.block[dim + 1 :])
+        here = torch.div(flat, inner, rounding_mode="floor").remainder_(entry.block[dim])
+        index.mul_(whole).add_(rows[here])
+    return index
 
 
 def piece_bytes(layout: Layout) -> int:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.sharding.movement import Mover
 from shardwise.sharding.pytree import tree_leaves
 from shardwise.transforms import faults
-from shardwise.transforms.brackets import Close, Enter, Join, Leave
-from shardwise.transforms.order import Action, Schedule, Walk, call_of
+from shardwise.transforms.brackets import Enter, Join, Leave, guard_inputs
+from shardwise.transforms.crosser import StepCrosser
+from shardwise.transforms.order import CROSS, RECROSS, Action, Schedule, Walk, call_of
 from shardwise.transforms.outputs import place, replace_tensors
 from shardwise.transforms.regions import Region, checkpointed
 from shardwise.transforms.unit_runtime import Call, UnitRuntime
@@ -24,10 +26,14 @@ class Engine:
 
     Args:
         units: runtimes of all units by name; the root is `""`.
+        mover: the choke point.
     """
 
-    def __init__(self, units: dict[str, UnitRuntime]) -> None:
+    def __init__(self, units: dict[str, UnitRuntime], mover: Mover) -> None:
         self.units = units
+        self.mover = mover
+        self.crosser = StepCrosser(mover, phase=lambda: self.phase, meet=self._meet_crossing)
+        self.cross, self.look_up = self.crosser.cross, self.crosser.look_up
         self.phase = "idle"
         self.used: set[str] = set()
         self._tokens: list[Tensor] = []
@@ -115,6 +121,7 @@ class Engine:
         self._schedule = None
         self._reopened = {}
         self._reducing = None
+        self.crosser.recent.clear()
         self.phase = "idle"
 
     # -- forward ----------------------------------------------------------------------------
@@ -160,21 +167,7 @@ class Engine:
             unit.bind(call)
             return None
         unit.bind(call)
-        return self._guard_inputs(call, inputs)
-
-    def _guard_inputs(self, call: Call, inputs: Any) -> Any:
-        """Without trainable parameters only the inputs tell when backward is over."""
-        if inputs is None or call.unit.stays:
-            return None
-
-        def guard(tensors: list[Tensor]) -> Sequence[Tensor]:
-            wanted = [t for t in tensors if t.requires_grad]
-            if not wanted:
-                return tensors
-            new = iter(Close.apply(call, *wanted))
-            return [next(new) if t.requires_grad else t for t in tensors]
-
-        return replace_tensors(inputs, call.unit.name, guard)
+        return guard_inputs(call, inputs)
 
     def leave(self, name: str, /, output: Any, inputs: Any = None) -> Any:
         """Unbind, empty, and put `Leave` on what the unit returns."""
@@ -248,7 +241,7 @@ class Engine:
         if not self._keeps:
             unit.empty()
         call.parameters = []
-        self.used.update(p for p, g in zip(unit.trainable, grads, strict=False) if g is not None)
+        self.used.update([p for p, g in zip(unit.trainable, grads, strict=False) if g is not None])
         grads = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
         if self._reducing is not None:
             # One unit at a time: its reduce-scatter had all of this unit's backward to arrive.
@@ -259,14 +252,37 @@ class Engine:
         else:
             unit.reduce(grads, action.items, ends=action.ends)
 
+    # -- crossings --------------------------------------------------------------------------
+
+    def crosses(self, way: str, /) -> bool:
+        """Whether anything crosses there, as a trace has found."""
+        return way in self.crosser.ways
+
+    def _meet_crossing(self, name: str, again: bool) -> None:
+        kind = RECROSS if again else CROSS
+        if self._walk.take(kind, name):
+            return
+        index = self._walk.find(kind, name)
+        if index is None:
+            raise faults.late("cross", name, _PHASES[self.phase], self._walk)
+        self._pass_until(index)
+        self._walk.meet(index)
+
     # -- recomputation ----------------------------------------------------------------------
 
     def run(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
         """Run a module so that backward recomputes it, if there will be a backward."""
+        self.crosser.recent.clear()
+        try:
+            return self._run(region, args, kwargs)
+        finally:
+            self.crosser.recent.clear()
+
+    def _run(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return region.forward(*args, **kwargs)
         if not region.spans or self.phase != "train":
-            return checkpointed(region, args, kwargs, self._recomputing, _nothing)
+            return checkpointed(region, args, kwargs, self._recomputing, lambda: None)
         call = call_of(region.name, self._num_calls[region.name])
         self._num_calls[region.name] += 1
         return checkpointed(region, args, kwargs, self._recomputing, lambda: self._end(call))
@@ -286,9 +302,11 @@ class Engine:
         if region.spans and self.phase != "backward":
             raise faults.inner_backward(region.name)
         around, self._reopened = self._reopened, {}
+        self.crosser.recent.clear()
         try:
             yield
         finally:
+            self.crosser.recent.clear()
             for name in reversed(self._reopened):
                 self.units[name].unbind()
                 self.units[name].empty()
@@ -343,6 +361,10 @@ class Engine:
         walk = self._walk
         while walk.position < index:
             action = walk.actions[walk.position]
+            if action.kind == "cross":
+                walk.meet(walk.position)
+                self.mover.skip([item for items in action.items for item in items])
+                continue
             unit = self.units[action.event.unit]
             if any(action.items) and action.kind == "reduce":
                 raise faults.left_out(unit.name)
@@ -369,7 +391,3 @@ class Engine:
 
 
 _PHASES = {"idle": "outside a step", "train": "forward", "eval": "eval", "backward": "backward"}
-
-
-def _nothing() -> None:
-    """Where a region holds no units."""

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shardwise.optim.loss_scale import nearest_power
 from shardwise.sharding.errors import BatchError, LossError, OrderError, RankError, ShardwiseError
-from shardwise.sharding.movement import Transport
+from shardwise.sharding.movement import Mover, Transport
+from shardwise.sharding.plan import Plan
 from shardwise.sharding.pytree import tree_leaves
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import Sites
@@ -21,6 +22,7 @@ from shardwise.transforms.loss import bad_count
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.micro import MicroBatches, cut_batch, structure_of
 from shardwise.transforms.order import registration_order
+from shardwise.transforms.shared_batch import check_shared, digest_of
 from shardwise.transforms.trace import Trace, trace
 
 
@@ -53,6 +55,7 @@ class _Report:
     failure: str = ""
     elements: int = 0
     counted: tuple[str, ...] | None = None
+    digest: str | None = None
 
 
 def settle(
@@ -69,7 +72,8 @@ def settle(
     """Trace the forward pass on this rank, compare with the others, and lower again.
 
     Raises:
-        BatchError: batches differ in structure or dtype, or no rank has one.
+        BatchError: batches differ in structure or dtype, ranks along a tensor axis have different
+            ones, or no rank has one.
         OrderError: ranks run units in orders that contradict each other.
         RankError: the trace failed on another rank, or ranks make different calls.
     """
@@ -77,6 +81,8 @@ def settle(
     failure = Failure()
     try:
         micros = cut_batch(batch, steps)
+        if lowering.plan.tensor.axes:
+            report = replace(report, digest=digest_of(micros))
         if micros:
             seen = trace(
                 lowering.plan,
@@ -93,6 +99,7 @@ def settle(
         report = replace(report, failure=str(failure))
     reports: list[_Report] = transport.gather_objects(report)
     check_calls([report.call for report in reports])
+    check_shared([report.digest for report in reports], lowering.plan)
     raise_together([r.failure for r in reports], failure, "the first pass over the model")
     _check_structures([report.structure for report in reports])
     traces = [report.seen for report in reports if report.seen is not None]
@@ -115,17 +122,26 @@ def _told(report: _Report, lowering: Lowering, micros: Sequence[Any], seen: Trac
     return replace(report, structure=structure, seen=seen, elements=elements, counted=counted)
 
 
-def agree_on_batch(batch: Any, transport: Transport) -> None:
+def agree_on_batch(batch: Any, transport: Transport, plan: Plan) -> None:
     """Compare the structure of this rank's batch with the others'; one exchange of objects.
 
-    Of micro-batches the first is compared; a rank without a batch agrees with all.
+    Of micro-batches the first is compared; a rank without a batch agrees with all. Ranks along a
+    tensor axis must have the same batch to the last bit.
+
+    Args:
+        batch: of this rank.
+        transport: reaches all ranks.
+        plan: says which axes are tensor axes.
 
     Raises:
-        BatchError: batches differ in structure or dtype.
+        BatchError: batches differ in structure or dtype, or along a tensor axis.
     """
     micros = [batch] if batch is not None and not isinstance(batch, MicroBatches) else batch
     mine = next((structure_of(one) for one in micros or ()), None)
-    _check_structures(transport.gather_objects(mine))
+    digest = digest_of(list(micros or ())) if plan.tensor.axes else None
+    told: list[tuple[str | None, str | None]] = transport.gather_objects((mine, digest))
+    check_shared([one[1] for one in told], plan)
+    _check_structures([one[0] for one in told])
 
 
 def _combine(lowering: Lowering, traces: list[Trace], counted: tuple[str, ...]) -> Lowering:
@@ -206,6 +222,20 @@ def raise_together(failures: list[str], mine: Failure, doing: str) -> None:
         raise _rank_failed(failures, failed, doing) from error
     finally:
         del error
+
+
+def raise_failure(mover: Mover, mine: Failure, doing: str) -> None:
+    """`raise_together` after all ranks have told each other.
+
+    Args:
+        mover: the choke point.
+        mine: this rank's own failure.
+        doing: what was going on.
+    """
+    try:
+        raise_together(mover.transport.gather_objects(str(mine)), mine, doing)
+    finally:
+        mine.take()  # also where a simulated peer has ended this rank
 
 
 def _rank_failed(failures: list[str], failed: list[int], doing: str) -> RankError:

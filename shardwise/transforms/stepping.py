@@ -14,24 +14,56 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.optim.base import GradientTransform, apply_in_place
+from shardwise.sharding.assembling import Assembly, assembly_items, own_tiles, run_assembly
 from shardwise.sharding.buckets import Bucket, Group, Route
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.compat import copy_all
 from shardwise.sharding.layout import Regroup
 from shardwise.sharding.leaves import Flats
 from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.movement import Collective, Mover
+from shardwise.sharding.movement import Mover
 from shardwise.sharding.opt_state import is_over, resting_keys, split
 from shardwise.sharding.pytree import tree_map, tree_unflatten
 from shardwise.sharding.redistribute import own_part, route_items, run_route
 
 Call = tuple[Group, ...]
 Place = Mapping[str, int]
+
+
+class Gathering(NamedTuple):
+    """What brings one flat tensor of a group to whole tensors, in two stages or one.
+
+    Args:
+        group: whose.
+        route: over data axes, to whole blocks.
+        assembly: over tensor axes, from blocks.
+    """
+
+    group: Group
+    route: Route | None
+    assembly: Assembly | None
+
+    @property
+    def items(self) -> tuple[Collective, ...]:
+        """The collectives, in order."""
+        return (*self.route_items, *self.assembly_items)
+
+    @property
+    def route_items(self) -> tuple[Collective, ...]:
+        """Those over data axes."""
+        return route_items(self.route, self.group.unit, "update") if self.route else ()
+
+    @property
+    def assembly_items(self) -> tuple[Collective, ...]:
+        """Those over tensor axes."""
+        made = self.assembly
+        return assembly_items(made, self.group.unit, "update") if made else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,16 +106,16 @@ class Stepping:
         return init_opt(self, first, torch.device("meta"))
 
     @cached_property
-    def gathers(self) -> tuple[tuple[Group, Route], ...]:
+    def gathers(self) -> tuple[Gathering, ...]:
         """What is gathered in one step, in order: per call gradient, parameter, state."""
         leaves, _ = split(self.form, self.keys)
         dicts: list[Flats] = [leaf for leaf in leaves if is_over(leaf, self.keys)]
-        found: list[tuple[Group, Route]] = []
+        found: list[Gathering] = []
         for call in self.calls:
-            whole = [group for group in call if group.gather]
-            found += [(group, self.route(group, group.work)) for group in whole for _ in range(2)]
+            whole = [group for group in call if group.gather or group.assembly]
+            found += [self.gathering(group, group.work) for group in whole for _ in range(2)]
             found += [
-                (group, self.route(group, group.working(values[group.key].dtype)))
+                self.gathering(group, group.working(values[group.key].dtype))
                 for values in dicts
                 for group in whole
                 if group.key in values
@@ -93,23 +125,22 @@ class Stepping:
     @cached_property
     def items(self) -> tuple[Collective, ...]:
         """The collectives of `gathers`."""
-        return tuple(
-            item
-            for group, route in self.gathers
-            for item in route_items(route, group.unit, "update")
-        )
+        return tuple(item for one in self.gathers for item in one.items)
 
-    def route(self, group: Group, dtype: torch.dtype) -> Route:
+    def gathering(self, group: Group, dtype: torch.dtype) -> Gathering:
         """From a group's slice on this rank to whole tensors."""
-        source, target = group.layout.cast(dtype), group.whole.cast(dtype)
-        return Route(source, target, Regroup(target, source, self.mesh), None)
+        route = None
+        if group.gather:
+            source, target = group.layout.cast(dtype), group.blocks.cast(dtype)
+            route = Route(source, target, Regroup(target, source, self.mesh), None)
+        return Gathering(group, route, group.assembly and group.assembly.cast(dtype))
 
 
 def make_stepping(optimizer: GradientTransform, buckets: Sequence[Bucket], mesh: Mesh) -> Stepping:
     """The stepping of some buckets; tells the optimizer which parameters its keys stand for."""
     groups = tuple(group for bucket in buckets for group in bucket.groups)
     if optimizer.over is not None:
-        shapes = {entry.path: entry.shape for group in groups for entry in group.layout.entries}
+        shapes = {entry.path: entry.whole for group in groups for entry in group.layout.entries}
         keys = {path: path for path in shapes}
         keys |= {g.key: g.paths[0] for g in groups if g.couples == "element"}
         optimizer = optimizer.over(shapes, keys)
@@ -133,7 +164,7 @@ def init_opt(stepping: Stepping, place: Place, device: torch.device) -> Any:
                 params[group.key] = torch.empty(group.layout.length, dtype=dtype, device=device)
             else:
                 for entry in group.layout.entries:
-                    params[entry.path] = torch.empty(entry.shape, dtype=dtype, device=device)
+                    params[entry.path] = torch.empty(entry.whole, dtype=dtype, device=device)
         state = stepping.optimizer.init(params)
         if stepping.is_elementwise:
             return state
@@ -158,7 +189,7 @@ def _at_rest(stepping: Stepping, call: Call, values: Flats, place: Place) -> Fla
                 found[group.key] = values[group.key]
             continue
         given = {path: values[path] for path in group.paths if path in values}
-        shapes = {entry.path: entry.shape for entry in group.layout.entries}
+        shapes = {entry.path: entry.whole for entry in group.layout.entries}
         same = {path: tuple(value.shape) for path, value in given.items()} == shapes
         # One number per 0-dim parameter may be anything, such as a count: it stays whole.
         if same and any(shapes.values()):
@@ -178,7 +209,10 @@ def _write(stepping: Stepping, group: Group, values: Flats, flat: Tensor, place:
         value = values.get(entry.path)
         if value is None:
             continue
-        if group.gather is None:
+        if group.assembly:
+            mesh = stepping.mesh
+            pairs += own_tiles(entry, group.layout, value, flat, mesh=mesh, place=place)
+        elif group.gather is None:
             pairs.append((value, entry.view(flat)))
         else:
             at = stepping.mesh.index(group.gather.axes, place)
@@ -261,7 +295,10 @@ class Step:
             elif last:
                 done[index] = leaf
         for group, whole in wholes:
-            if group.gather:
+            if group.assembly:
+                views, place = dict(_views(group, whole)), self._mover.coords
+                _write(self._stepping, group, views, self.params[group.key], place)
+            elif group.gather:
                 own_part(self._mover, group.gather, whole, self.params[group.key])
 
     def _tensors(self, call: Call) -> tuple[Flats, Flats, list[tuple[Group, Tensor]]]:
@@ -282,10 +319,12 @@ class Step:
         return params, grads, wholes
 
     def _whole(self, group: Group, flat: Tensor) -> Tensor:
-        if group.gather is None:
-            return flat
-        route = self._stepping.route(group, flat.dtype)
-        return run_route(self._mover, route, flat, route_items(route, group.unit, "update"))
+        way = self._stepping.gathering(group, flat.dtype)
+        if way.route:
+            flat = run_route(self._mover, way.route, flat, way.route_items)
+        if way.assembly:
+            flat = run_assembly(self._mover, way.assembly, flat, way.assembly_items)
+        return flat
 
     def _seen(self, call: Call, values: Flats) -> Flats:
         """One dict of the state as the optimizer sees it in this call."""

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.compat import storage_key
 from shardwise.sharding.functional import Template
-from shardwise.sharding.movement import Collective, Mover
+from shardwise.sharding.movement import Mover
 from shardwise.transforms.binding import Binding
 from shardwise.transforms.buffers import BucketBuffers
 

@@ -14,7 +14,7 @@ from shardwise.optim.norms import scratch_bytes
 from shardwise.sharding.buckets import Bucket, Route
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.rounding import piece_bytes, widened_bytes
-from shardwise.transforms.stepping import Stepping
+from shardwise.transforms.stepping import Gathering, Stepping
 
 
 def update_peak(lowering: Lowering) -> int:
@@ -86,11 +86,25 @@ def _whole_bytes(stepping: Stepping) -> int:
     peak = 0
     for call in stepping.calls:
         held = 0
-        for group, route in stepping.gathers:
-            if group in call:
-                peak = max(peak, held + route.target.nbytes + _route_bytes(route))
-                held += route.target.nbytes
+        for one in stepping.gathers:
+            if one.group in call:
+                kept, most = _gathering_bytes(one)
+                peak = max(peak, held + most)
+                held += kept
     return peak
+
+
+def _gathering_bytes(one: Gathering) -> tuple[int, int]:
+    """Whole tensors, and with them what bringing them together takes at its peak."""
+    blocks = most = 0
+    if one.route:
+        blocks = one.route.target.nbytes
+        most = blocks + _route_bytes(one.route)
+    if one.assembly is None:
+        return blocks, most
+    made, whole = one.assembly, one.assembly.whole.nbytes
+    partial = made.stack_bytes // made.sizes[-1] if len(made.sizes) > 1 else 0
+    return whole, max(most, blocks + made.stack_bytes + max(partial, whole))
 
 
 def _route_bytes(route: Route) -> int:

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 from shardwise.sharding.edits import Clauses, Edit, FreezeEdit, HomeEdit, KeepEdit, PrefetchEdit
 from shardwise.sharding.errors import PlanError, strict_keywords
 from shardwise.sharding.homes import HOMES
-from shardwise.sharding.plan import Plan, Transform, call_site, named
+from shardwise.sharding.plan import Plan, Transform, named
+from shardwise.sharding.scope import call_site
 from shardwise.sharding.tree import Where
 
 Axis: TypeAlias = str | Sequence[str] | None

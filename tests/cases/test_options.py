@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -81,6 +81,50 @@ def test_cfg_2_experts_that_the_expert_axis_does_not_divide(experts, fits):
     assert f"'experts' has size {experts}; mesh axis 'ep' has size 4" in str(caught.value)
 
 
+class Heads(nn.Module):
+    """An attention of 6 heads, of which 2 have keys and values."""
+
+    axes: ClassVar[dict[str, str | int]] = {
+        "query.weight": "(heads hd) embed",
+        "key.weight": "(kv hd) embed",
+        "query.bias": "(heads hd)",
+        "key.bias": "(kv hd)",
+        "heads": "heads",
+        "hd": 4,
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 6
+        self.query, self.key = nn.Linear(8, 24), nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("tp", "facts", "fix"),
+    [
+        (1, "", ""),
+        (2, "", ""),
+        (6, "", ""),  # three ranks share each head of keys
+        (3, "kv is 2; mesh axis 'tp' has 3 ranks; 2 % 3 == 2.", "tp=1"),
+        (4, "heads is 6; mesh axis 'tp' has 4 ranks; 6 % 4 == 2.", "tp=2"),
+        (12, "heads is 6; mesh axis 'tp' has 12 ranks; 6 % 12 == 6.", "tp=6"),
+    ],
+)
+def test_cfg_2_heads_that_the_tensor_axis_does_not_divide(tp, facts, fix):
+    mesh = sw.Mesh(dp=-1, tp=tp, world=24)
+    if not facts:
+        plan = sw.plan(Heads(), mesh, sw.tensor_parallel("tp"))
+        assert plan.mesh.size == 24
+        assert plan.tensor.ints == ({"heads": 6 // tp} if tp > 1 else {})
+        return
+    with pytest.raises(PlanError) as caught:
+        sw.plan(Heads(), mesh, sw.tensor_parallel("tp"))
+    assert facts in str(caught.value)
+    assert f"Fix: {fix}, or where= to leave these out" in str(caught.value)
+    assert caught.value.numbers["ranks"] == tp
+    assert not dist.is_initialized()
+
+
 # -- CFG-3 ------------------------------------------------------------------------------------
 
 
@@ -104,6 +148,8 @@ MISSPELT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str, str]] = {
     "freeze": (sw.freeze, (), "wheer", "where"),
     "keep_gathered": (sw.keep_gathered, (), "kep", "keep"),
     "prefetch": (sw.prefetch, (), "distanec", "distance"),
+    "tensor_parallel": (sw.tensor_parallel, ("tp",), "name", "names"),
+    "sequence_parallel": (sw.sequence_parallel, ("tp",), "activ", "active"),
     "chain": (sw.chain, (), "nam", "name"),
     "masked": (sw.masked, (sw.zero(0, None),), "wehre", "where"),
     "plan": (sw.plan, (MODEL, MESH), "unit", "units"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -43,10 +44,12 @@ def loss_fn(model: Any, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
-def gradients(mesh: Mesh, dropout: type[nn.Module], *transforms: Any) -> dict[str, Tensor]:
+def gradients(
+    mesh: Mesh, dropout: type[nn.Module], *transforms: Any, axes: dict[str, str] | None = None
+) -> dict[str, Tensor]:
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     with sw.simulate(mesh):
-        plan = sw.plan(Model(dropout), mesh, *transforms)
+        plan = sw.plan(Model(dropout), mesh, *transforms, axes=axes or {})
         program = sw.lower(plan, loss_fn, sw.optim.sgd(0.1)).bind()
         grads, _ = program.grads(program.init(seed=1), program.shard_batch(x))
         return {path: grad.clone() for path, grad in sw.to_global(grads.leaves).items()}
@@ -70,6 +73,27 @@ def test_rng_1_with_layout_independent_dropout_two_ranks_are_one_process() -> No
     torch.testing.assert_close(ours, gradients(sw.Mesh(fsdp=1), sw.Dropout), rtol=1e-6, atol=1e-7)
     other = gradients(sw.Mesh(fsdp=2), nn.Dropout, sw.zero(3, "fsdp"))
     assert any(not torch.allclose(other[path], ours[path], rtol=0.1) for path in ours)
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("dropout", [nn.Dropout, sw.Dropout])
+@pytest.mark.parametrize("mesh", [sw.Mesh(tp=2), sw.Mesh(fsdp=2, tp=2)])
+@pytest.mark.parametrize("policy", ["everything", "dots"])
+def test_rng_1_where_the_hidden_units_are_cut(
+    dropout: type[nn.Module], mesh: sw.Mesh, policy: str
+) -> None:
+    """Remat changes no bit where ranks of a tensor axis draw apart, or cut one mask."""
+    axes = {"first.weight": "mlp embed", "first.bias": "mlp", "second.weight": "embed mlp"}
+    level = [sw.zero(3, "fsdp")] if "fsdp" in mesh else []
+    cut = [sw.tensor_parallel("tp"), *level]
+    plain = gradients(mesh, dropout, *cut, axes=axes)
+    ours = gradients(mesh, dropout, *cut, sw.remat("layers.*", policy), axes=axes)
+    for path, want in plain.items():
+        assert torch.equal(ours[path], want), path
+        assert want.count_nonzero(), path
+    if dropout is sw.Dropout:
+        alone = gradients(sw.Mesh(fsdp=1), dropout)
+        torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-7)
 
 
 class Normal(nn.Module):
@@ -149,3 +173,32 @@ def test_rng_3_dropout_in_two_processes_is_that_of_one() -> None:
     want = losses()
     for found in sw.spawn(losses, ranks=2, timeout=50):
         assert found == pytest.approx(want, rel=1e-12)
+
+
+def cut_losses(dropout: type[nn.Module] = nn.Dropout, mesh: Mesh | None = None) -> list[float]:
+    """Of three steps in which every rank has a part of the hidden units."""
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    axes = {"first.weight": "mlp embed", "first.bias": "mlp", "second.weight": "embed mlp"}
+    plan = sw.plan(
+        Model(dropout).double(), mesh or sw.Mesh(tp=-1), sw.tensor_parallel("tp"), axes=axes
+    )
+    program = sw.lower(plan, loss_fn, sw.optim.sgd(0.1)).bind()
+    state, found = program.init(seed=1), []
+    for _ in range(3):
+        state, metrics = program.step(state, program.shard_batch(x))
+        found.append(metrics.loss.item())
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("dropout", [nn.Dropout, sw.Dropout])
+def test_two_processes_with_cut_layers_draw_as_two_simulated_ranks(
+    dropout: type[nn.Module],
+) -> None:
+    with sw.simulate(sw.Mesh(tp=2)):
+        want = cut_losses(dropout, sw.Mesh(tp=2))
+    for found in sw.spawn(functools.partial(cut_losses, dropout), ranks=2, timeout=80):
+        assert found == pytest.approx(want, rel=1e-12)
+    alone = cut_losses(dropout, sw.Mesh(tp=1))
+    assert (alone == pytest.approx(want, rel=1e-12)) == (dropout is sw.Dropout)

@@ -87,3 +87,25 @@ def test_tie_1_is_stored_updated_and_gathered_once(groups):
     )
     gathers = [i for i in program.last_collectives if i.unit == "" and i.kind == "all_gather"]
     assert [item.reason for item in gathers if item.reason != "scalars"] == ["forward"]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 2, "fsdp": 2}], ids=str)
+def test_tie_1_over_a_cut_vocabulary(sizes):
+    """Eleven rows over two ranks; the sum of both uses, whatever the head's logits become."""
+    torch.manual_seed(0)
+    module = TiedModel().double()
+    moves = [sw.zero(3, "fsdp")] if "fsdp" in sizes else []
+    axes = {"embed.weight": "vocab embed"}
+    plan = sw.plan(module, sw.Mesh(**sizes), sw.tensor_parallel("tp"), *moves, axes=axes)
+    assert plan.tensor.frames["embed.weight"].block == (6, 8)
+    want = one_process(module, loss_fn, batches(2), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9))
+    for loss in (loss_fn, cut_loss):
+        got = sharded(module, plan, loss, batches(2), sw.optim.sgd(0.1, momentum=0.9))
+        assert_same(got, want)
+        assert sorted(got.params) == [path for path, _ in sorted(module.named_parameters())]
+
+
+def cut_loss(model: nn.Module, batch: dict[str, Tensor]) -> sw.Mean:
+    return sw.Mean(
+        sw.cross_entropy(model(batch["tokens"]), batch["labels"]), batch["labels"].numel()
+    )

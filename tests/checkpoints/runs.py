@@ -45,9 +45,9 @@ def bits(state: Any) -> dict[str, list[Any]]:
             if record.derived:
                 continue
             whole = wholes.setdefault(record.name, torch.empty(record.shape, dtype=record.dtype))
-            box = record.box(record.part_of(rank))
-            part = whole
-            for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                part = part.narrow(dim, start, size)
-            part.copy_(record.values(rank))
+            for box, values in record.pieces(rank):
+                part = whole
+                for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                    part = part.narrow(dim, start, size)
+                part.copy_(values)
     return {name: whole.contiguous().view(-1).tolist() for name, whole in wholes.items()}

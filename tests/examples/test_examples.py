@@ -26,6 +26,7 @@ NAMES = (
     "adapters",
     "from_deepspeed",
     "from_fsdp2",
+    "hf_tensor",
     "hf_zero3",
     "levels",
     "own_optimizer",
@@ -33,8 +34,16 @@ NAMES = (
     "rl_loop",
     "two_homes",
 )
+HUGGING_FACE = ("hf_tensor", "hf_zero3")
 MAX_LINES = 59
 
+CUT_LAYERS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.o_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
 Figures = dict[str, list[float]]
 
 
@@ -85,7 +94,7 @@ def test_every_example_is_tested_and_short() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "hf_zero3"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in HUGGING_FACE])
 def test_one_rank_and_two_give_the_same_figures(
     name: str, alone: Figures, both: list[Figures]
 ) -> None:
@@ -94,10 +103,21 @@ def test_one_rank_and_two_give_the_same_figures(
 
 
 @pytest.mark.gloo
-def test_hugging_face_gives_the_same_figures(alone: Figures, both: list[Figures]) -> None:
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_face_gives_the_same_figures(
+    name: str, alone: Figures, both: list[Figures]
+) -> None:
     """Its norms compute in float32 whatever the dtype of the model."""
-    assert both[0]["hf_zero3"] == both[1]["hf_zero3"]
-    assert both[0]["hf_zero3"] == pytest.approx(alone["hf_zero3"], rel=1e-5)
+    assert both[0][name] == both[1][name]
+    assert both[0][name] == pytest.approx(alone[name], rel=1e-5)
+
+
+@pytest.mark.simulated
+def test_a_llama_on_two_by_two_ranks(alone: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with default_dtype(torch.float64), sw.simulate(sw.Mesh(fsdp=2, tp=2)):
+        figures = importlib.import_module("examples.hf_tensor").main()
+    assert figures == pytest.approx(alone["hf_tensor"], rel=1e-5)
 
 
 @pytest.mark.gloo
@@ -187,6 +207,23 @@ def test_levels_differ_by_pattern() -> None:
 
 
 @pytest.mark.abstract
+def test_a_llama_is_cut_by_the_names_of_its_family() -> None:
+    hf_tensor = importlib.import_module("examples.hf_tensor")
+    with torch.device("meta"):
+        model = hf_tensor.LlamaForCausalLM(hf_tensor.CONFIG)
+    plan = hf_tensor.make_plan(model, sw.Mesh(fsdp=2, tp=4))
+    assert not plan.tensor.guessed
+    cuts = {name: str(plan.compute[f"model.layers.1.{name}.weight"]) for name in CUT_LAYERS}
+    assert cuts == {
+        "self_attn.q_proj": "(heads/(tp0 tp1) hd) embed",
+        "self_attn.k_proj": "(kv/tp0 hd) embed",
+        "self_attn.o_proj": "embed (heads/(tp0 tp1) hd)",
+        "mlp.up_proj": "mlp/(tp0 tp1) embed",
+        "mlp.down_proj": "embed mlp/(tp0 tp1)",
+    }
+
+
+@pytest.mark.abstract
 def test_two_homes_gather_inside_a_node_only() -> None:
     plan = two_homes.make_plan(two_homes.Model(), sw.Mesh(node=2, local=4))
     lowered = sw.lower(plan, two_homes.loss_fn, sw.optim.adamw(1e-2))
@@ -201,7 +238,7 @@ def test_two_homes_gather_inside_a_node_only() -> None:
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("hf_zero3", "two_homes")])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in (*HUGGING_FACE, "two_homes")])
 def test_three_simulated_ranks_give_the_same_figures(
     name: str, alone: Figures, monkeypatch: pytest.MonkeyPatch
 ) -> None:

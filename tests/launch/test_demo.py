@@ -13,9 +13,11 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+import shardwise as sw
 from shardwise.cli import app
+from shardwise.demo import engine
 from shardwise.demo.gpt import GPT, GPTConfig, generate
-from shardwise.demo.options import Outcome, Traffic
+from shardwise.demo.options import Options, Outcome, Traffic
 from shardwise.demo.show import progress, summary
 from shardwise.demo.text import TextError, draw_batch, standard_library, unigram_entropy
 
@@ -134,6 +136,7 @@ def test_the_table_shows_a_difference_from_the_prediction() -> None:
         largest_difference=0.0,
         weights="runs/demo/weights.safetensors",
         sample="",
+        reference="split reference",
     )
     out = io.StringIO()
     Console(file=out, width=120).print(summary(outcome))
@@ -142,7 +145,7 @@ def test_the_table_shows_a_difference_from_the_prediction() -> None:
         assert word in text
     for word in ("2,002", "predicted 2,000", "predicted 7,000"):
         assert word in text
-    assert "0.0" in text
+    assert re.search(r"largest weight difference.* 0\.0 .*split reference", text)
 
 
 def test_the_command_checks_its_options() -> None:
@@ -150,6 +153,45 @@ def test_the_command_checks_its_options() -> None:
     assert run(app, ["demo", "--zero", "4"]).exit_code == 2
     assert run(app, ["demo", "--ranks", "0"]).exit_code == 2
     assert "--check" in run(app, ["demo", "--help"], terminal_width=200).output
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--mesh", "tp"], "'tp' is not AXIS=SIZE, each axis once"),
+        (["--mesh", "tp=2,tp=2"], "'tp=2' is not AXIS=SIZE, each axis once"),
+        (["--mesh", "tp=two"], "'tp=two' is not AXIS=SIZE"),
+        (["--mesh", "pp=2,tp=2"], "'pp' is no axis of the demo: tp cuts layers, others split"),
+        (["--mesh", "fsdp=2", "--sequence"], "needs an axis tp; --mesh is fsdp=2"),
+    ],
+)
+def test_a_mesh_that_the_demo_does_not_have(given: list[str], words: str) -> None:
+    told = CliRunner().invoke(app, ["demo", *given])
+    assert told.exit_code == 2
+    assert words in " ".join(re.sub(r"\x1b\[[0-9;]*m|[^ -~]", " ", told.output).split())
+
+
+def test_a_mesh_that_does_not_fit_the_ranks_fails_before_any_starts() -> None:
+    told = CliRunner().invoke(app, ["demo", "--mesh", "fsdp=2,tp=3", "--ranks", "4"])
+    assert told.exit_code == 1
+    for word in ("MeshError", "Mesh(fsdp=2, tp=3)", "world size 4", "2 * 3 == 6; 4 % 6 == 4."):
+        assert word in told.output + told.stderr
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tp": 2}, {"tp": 4}, {"replica": 2, "dp": 2}])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_mesh_and_options_make_a_plan(axes: dict[str, int], sequence: bool) -> None:
+    """ZeRO is over `fsdp`, else over the last axis that splits the batch, if there is one."""
+    options = Options(sequence=sequence and "tp" in axes, remat=True, accumulate=2)
+    plan = engine.make_plan(sw.Mesh(**axes), options)
+    split = [axis for axis in axes if axis != "tp"]
+    assert plan.batch == tuple(split)
+    assert plan.params["layers.1.norm1.weight"].mesh_axes == tuple(split[-1:])
+    assert set(plan.tensor.axes) == set(axes) - set(split)
+    if "tp" in axes:
+        assert plan.tensor.ints["layers.0.attention.heads"] == 8 // axes["tp"]
+        assert plan.tensor.axes["tp"].sequence == sequence
+        assert not plan.tensor.guessed
 
 
 @pytest.mark.parametrize(

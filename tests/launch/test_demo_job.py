@@ -48,6 +48,22 @@ def test_two_ranks_train_as_the_split_reference_bit_for_bit(
     assert outcomes[0]._replace(**own) == outcomes[1]._replace(**own)
 
 
+def test_layers_cut_over_an_axis_train_as_one_process_does(tmp_path: Path) -> None:
+    """What a layer computes is added up in another order, so that float64 tells rounding apart."""
+    mesh = (("fsdp", 2), ("tp", 2))
+    asked = options(tmp_path, mesh=mesh, sequence=True, accumulate=2, remat=True, check=True)
+    outcome = spawn(run, ranks=4, args=(asked,), timeout=200)[0]
+    assert outcome.reference == "one process, float64"
+    assert outcome.largest_difference is not None
+    assert outcome.largest_difference < 1e-11
+    check(outcome._replace(largest_difference=0.0), 4)
+
+
+def test_replicas_of_shards_train_bit_for_bit(tmp_path: Path) -> None:
+    asked = options(tmp_path, mesh=(("replica", 2), ("fsdp", 2)), check=True)
+    check(spawn(run, ranks=4, args=(asked,), timeout=200)[0], 4)
+
+
 def test_options_save_the_memory_that_is_predicted(tmp_path: Path) -> None:
     asked = Options(steps=2, rows=32, out=str(tmp_path), precision="bf16", accumulate=4, remat=True)
     one = spawn(run, ranks=2, args=(asked,), timeout=200)[0]

@@ -13,7 +13,7 @@ from hypothesis import given
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.sharding.movement import Collective, payload_bytes
+from shardwise.sharding.collectives import Collective, payload_bytes
 from shardwise.sharding.simulation import Simulated
 from shardwise.testing.strategies import Training, make_optimizer, trainings
 
@@ -32,7 +32,7 @@ def overheard() -> Generator[dict[int, list[Seen]]]:
         original = getattr(Simulated, kind)
 
         def call(self: Simulated, *args: Any) -> Any:
-            ranks = self.world.mesh[args[-1]]
+            ranks = self.mesh[args[-1]]
             with lock:
                 seen[self.rank].append((kind, args[-1], leaving(ranks, args)))
             return original(self, *args)

@@ -93,12 +93,18 @@ def sharded(
     loss_fn: Callable[[Any, Any], Any],
     batches: Sequence[Any],
     optimizer: Any,
+    *,
+    source: Any = None,
+    after: Callable[[Any], None] | None = None,
 ) -> Run:
-    """Train under a plan on simulated ranks, and check that what ran is what was listed."""
+    """Train under a plan on simulated ranks, and check that what ran is what was listed.
+
+    It starts from the values of the module, or from `source`; `after` gets the last state.
+    """
     run = Run()
     with sw.simulate(plan.mesh):
         program = sw.lower(plan, loss_fn, optimizer).bind()
-        state = program.init(sw.from_module(module))
+        state = program.init(sw.from_module(module) if source is None else source)
         for batch in batches:
             parts = program.shard_batch(batch)
             grads, _ = program.grads(state, parts)
@@ -113,6 +119,8 @@ def sharded(
         run.buffers = sw.to_global(state.buffers)
         opt = sw.to_global(state.opt)
         run.moments = {name: dict(getattr(opt, name, {})) for name in _MOMENTS}
+        if after is not None:
+            after(state)
     return run
 
 

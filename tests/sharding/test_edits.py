@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from shardwise.sharding.draft import selected
 from shardwise.sharding.edits import (
     PHASES,
     AccumulateEdit,
@@ -17,13 +18,15 @@ from shardwise.sharding.edits import (
     LossScaleEdit,
     PrefetchEdit,
     RematEdit,
+    SequenceEdit,
+    TensorEdit,
     TreeAtEdit,
 )
 from shardwise.sharding.errors import PlanError
 from shardwise.sharding.failures import Failure, raise_failures
 from shardwise.sharding.plan import plan
 from shardwise.sharding.precision import PrecisionEdit
-from shardwise.sharding.replay import KINDS, selected
+from shardwise.sharding.replay import KINDS
 from shardwise.sharding.units import param_infos
 from tests.sharding.toys import MESH, Tiny
 
@@ -33,6 +36,8 @@ EDITS = [
     HomeEdit(home="params", axis=("fsdp",)),
     HomeEdit(home="opt", axis=("fsdp", "dp"), where=(("layers.*",),)),
     FreezeEdit(where=(("embed",),)),
+    TensorEdit(axis="dp", names=("d0",), logits="cut", where=(("embed",),)),
+    SequenceEdit(axis="dp", active=False),
     KeepEdit(where=(("layers.0",),)),
     PrefetchEdit(distance=1),
     PrecisionEdit(compute="bfloat16", rounding="nearest"),

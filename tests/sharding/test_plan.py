@@ -83,7 +83,7 @@ def test_axes_are_given_by_pattern_and_the_first_match_wins() -> None:
             "up.weight": "mlp embed",
             "norm.weight": "a",
             "up.bias": "b",
-            "up": "c d",
+            "layers.*.*.weight": "c d",
             "head": "v e",
         },
     )
@@ -91,6 +91,7 @@ def test_axes_are_given_by_pattern_and_the_first_match_wins() -> None:
     assert str(laid.params["head.weight"]) == "v e"
     assert str(laid.info("embed.weight").axes) == "d0 d1"
     assert str(laid.info("layers.0.norm.weight").axes) == "a"
+    assert str(laid.info("layers.0.down.weight").axes) == "c d"
 
 
 def test_axes_that_do_not_fit_are_one_error() -> None:

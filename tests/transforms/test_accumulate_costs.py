@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.errors import RankError
-from shardwise.sharding.movement import Collective
 from shardwise.testing import measure
 from shardwise.testing.echo import bind_alone
 from tests.laws.test_memory import BATCH, MIB, Big

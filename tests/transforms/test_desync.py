@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.errors import RankError
-from shardwise.sharding.movement import Collective, Mover
+from shardwise.sharding.movement import Mover
 from shardwise.sharding.simulation import Simulated, World
 from shardwise.transforms.desync import agreed
 from shardwise.transforms.metrics import Metrics

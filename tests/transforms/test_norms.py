@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.optim import Norm
+from shardwise.sharding.collectives import Collective
 from shardwise.sharding.errors import PatternError
-from shardwise.sharding.movement import Collective
 from shardwise.transforms.norms import plan_norms
 
 pytestmark = pytest.mark.simulated

@@ -4,10 +4,11 @@
 Dicts, lists, tuples, text, bytes, whole numbers, exact floats, bools, None and tensors; anything
 else is refused by its place, since reading runs no code. A DTensor under the path of a parameter
 that lies as the parameter does is a global tensor, and lies as the parameter does on any plan that
-reads it. A plain tensor of up to 64 KiB, such as the state of a generator, is part of the JSON of
-its rank, so it may differ by rank; a larger one is written once, so it must be equal on all ranks.
-Where the JSON of ranks is equal it is written once. On as many ranks each rank gets its own back;
-on another number of ranks, rank r gets what rank `r % saved` had.
+reads it; so is a block in the place of a leaf that has no placements. Any other plain tensor of up
+to 64 KiB, such as the state of a generator, is part of the JSON of its rank, so it may differ by
+rank; a larger one is written once, so it must be equal on all ranks. Where the JSON of ranks is
+equal it is written once. On as many ranks each rank gets its own back; on another number of ranks,
+rank r gets what rank `r % saved` had.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from torch.distributed.tensor import DTensor
 from shardwise.sharding.checkpoint.records import Record
 from shardwise.sharding.errors import CheckpointError
 from shardwise.sharding.layout import Entry, Layout
-from shardwise.sharding.leaves import Home, param_layouts
-from shardwise.sharding.lying import Grid, Lying
+from shardwise.sharding.leaves import Home, owned, param_layouts
+from shardwise.sharding.lying import Grid, Lying, grids_of, lying_of
+from shardwise.sharding.placements import on_whole_dims
 
 EXTRA = "extra"
 INLINE_BYTES = 1 << 16
@@ -115,7 +117,7 @@ def targets_of(
         if name not in dtypes:
             raise _unreadable(name, "the checkpoint has no tensor of that name")
         shape, path = tuple(reference["shape"]), reference.get("path", "")
-        if path and (path not in layouts or layouts[path][0].by_path[path].shape != shape):
+        if path and (path not in layouts or layouts[path][0].by_path[path].whole != shape):
             raise _unreadable(name, f"the program has no parameter {path!r} of shape {shape}")
         lying = _lying(home, layouts[path][0], path) if path else _whole(home, name, shape)
         block = torch.zeros(lying.entry.block, dtype=dtypes[name], device=device)
@@ -191,9 +193,11 @@ class _Packing:
         return _pack(value, place, self._tensor)
 
     def _tensor(self, value: Tensor, place: str) -> dict[str, Any]:
+        name = place.rpartition("/")[2]
+        path = self.home.aliases.get(name, name)
+        if isinstance(value, DTensor) or self._is_block(value, path):
+            return self._cut(value, path, place)
         about = {_TAG: "tensor", "shape": list(value.shape), "dtype": _name(value.dtype)}
-        if isinstance(value, DTensor):
-            return about | self._cut(value, place)
         about["device"] = value.device.type
         if value.nbytes <= INLINE_BYTES:
             return about | {"data": base64.b64encode(_bytes(value)).decode()}
@@ -201,23 +205,31 @@ class _Packing:
         self.records.append(Record(place, _whole(self.home, place, tuple(value.shape)), block))
         return about | {"name": place, "crc": crc32(_bytes(value))}
 
-    def _cut(self, value: DTensor, place: str) -> dict[str, Any]:
-        path = self.home.aliases.get(place.rpartition("/")[2], place.rpartition("/")[2])
+    def _is_block(self, value: Tensor, path: str) -> bool:
+        """Whether a plain tensor lies as the leaf of a parameter does that has no placements."""
+        if path not in self._layouts:
+            return False
+        entry, spec = self._layouts[path][0].by_path[path], self.home.specs["params"][path]
+        framed = entry.frame is not None and tuple(value.shape) == entry.block
+        return framed and on_whole_dims(spec, self.home.mesh, entry.whole) is None
+
+    def _cut(self, value: Tensor, path: str, place: str) -> dict[str, Any]:
         if path not in self._layouts:
             raise _refuse(place, "a DTensor is written under the path of a parameter only")
         layout, _ = self._layouts[path]
         lying = _lying(self.home, layout, path)
-        local = value.to_local().detach()
-        sizes = list(lying.entry.shape)
-        if sizes:
-            start, stop = lying.rows(lying.grid.part_of[self.home.rank])
-            sizes[lying.entry.dim] = stop - start
-        if tuple(value.shape) != lying.entry.shape or list(local.shape) != sizes:
-            lies = f"{tuple(local.shape)} of {tuple(value.shape)}"
-            needs = f"{tuple(sizes)} of {lying.entry.shape}"
+        entry = lying.entry
+        if isinstance(value, DTensor):
+            shape, local = tuple(value.shape), value.to_local().detach()
+            sizes = owned(self.home, layout, entry)
+        else:
+            shape, local, sizes = entry.whole, value.detach(), entry.block
+        if shape != entry.whole or tuple(local.shape) != sizes:
+            lies, needs = f"{tuple(local.shape)} of {shape}", f"{sizes} of {entry.whole}"
             raise _refuse(place, f"it lies as {lies}, parameter {path!r} as {needs}")
         self.records.append(Record(place, lying, local))
-        return {"name": place, "path": path}
+        about = {_TAG: "tensor", "shape": list(shape), "dtype": _name(value.dtype)}
+        return about | {"name": place, "path": path}
 
 
 def _pack(given: Any, place: str, leaf: Callable[[Tensor, str], Any]) -> Any:
@@ -288,7 +300,7 @@ def _step(key: Any) -> str:
 
 
 def _lying(home: Home, layout: Layout, path: str) -> Lying:
-    return Lying(Grid(home.mesh, layout.axes), layout.by_path[path])
+    return lying_of(grids_of(home.mesh), layout, layout.by_path[path])
 
 
 def _whole(home: Home, name: str, shape: tuple[int, ...]) -> Lying:
@@ -298,7 +310,7 @@ def _whole(home: Home, name: str, shape: tuple[int, ...]) -> Lying:
 def _leaf(home: Home, layout: Layout, path: str, block: Tensor) -> Tensor:
     """A DTensor like the leaf of a parameter, over a padded block of its own."""
     entry = layout.by_path[path]
-    alone = Entry(path, entry.shape, entry.dim, entry.block, 0)
+    alone = Entry(path, entry.shape, entry.dim, entry.block, 0, entry.frame)
     own = Layout(layout.axes, (alone,), block.numel(), layout.dtype)
     return home.leaf(block.view(-1), own, path, "params")
 

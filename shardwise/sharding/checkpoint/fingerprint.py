@@ -97,16 +97,10 @@ def _sum_of(given: State) -> int:
 
 
 def _sum_of_block(record: Record, rank: int, key: int) -> int:
-    box = record.box(record.part_of(rank))
     total = 0
-    if not box.numel:
-        return total
-    values = record.values(rank)
-    for piece in cut(box, record.dtype, _MANY):
-        part = values
-        for dim, (at, start) in enumerate(zip(piece.offsets, box.offsets, strict=True)):
-            part = part.narrow(dim, at - start, piece.sizes[dim])
-        total += _sum_of_elements(part, piece, record.shape, key)
+    for box in record.first_boxes(record.part_of(rank)):
+        for piece in cut(box, record.dtype, _MANY):
+            total += _sum_of_elements(record.inside(rank, piece), piece, record.shape, key)
     return total
 
 

@@ -70,19 +70,19 @@ def _pieces(
     for target in range(ranks):
         for stored in manifest.tensors:
             wanted = [one for one in by_name.get(stored.name, ()) if one.shape == stored.shape]
-            boxes = [one.box(one.part_of(target)) for one in wanted]
-            yield from _of_tensor(spread, stored, boxes, target)
+            boxes = [box for one in wanted for box in one.boxes(one.part_of(target))]
+            yield from _of_tensor(spread, stored, boxes if wanted else None, target)
 
 
 def _of_tensor(
-    spread: Spread, stored: Stored, boxes: Sequence[Box], target: int
+    spread: Spread, stored: Stored, boxes: Sequence[Box] | None, target: int
 ) -> Iterator[Slice]:
-    """Chunks that some box overlaps; without boxes nobody knows, so all of them."""
+    """Chunks that some box overlaps; None: nobody knows, so all of them."""
     for chunk in stored.chunks:
         holders = spread.holders[chunk.file]
         if target in holders:
             continue
-        if not boxes or any(_overlap(chunk.box, box) for box in boxes):
+        if boxes is None or any(_overlap(chunk.box, box) for box in boxes):
             source = sorted(holders)[target % len(holders)]
             nbytes = chunk.box.numel * stored.dtype.itemsize
             for at in range(0, nbytes, _PIECE_BYTES):

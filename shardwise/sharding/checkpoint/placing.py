@@ -54,7 +54,8 @@ def place(records: Sequence[Record], ranks: int) -> tuple[Stored, ...]:
         chunks: list[Chunk] = []
         for part in _filled(record):
             holders = record.lying.grid.holders[part]
-            for box in cut(record.box(part), record.dtype, len(holders)):
+            boxes = record.first_boxes(part) or (Box((0,) * len(record.shape), record.shape),)
+            for box in (one for whole in boxes for one in cut(whole, record.dtype, len(holders))):
                 rank = min(holders, key=lambda one: (written[one], one))
                 begin = -(-ends[rank] // ALIGN) * ALIGN
                 head = len(before(box.sizes, record.dtype))
@@ -85,10 +86,8 @@ def own_chunks(
         own = [chunk for chunk in stored.chunks if chunk.file == mine]
         if own:
             record = named[stored.name]
-            offsets = record.box(record.part_of(rank)).offsets
-            values = record.values(rank)
             for chunk in own:
-                yield chunk, _inside(values, offsets, chunk.box)
+                yield chunk, record.inside(rank, chunk.box)
 
 
 def with_sums(
@@ -151,11 +150,4 @@ def cut(box: Box, dtype: torch.dtype, holders: int = 1) -> Iterator[Box]:
 
 def _filled(record: Record) -> Sequence[int]:
     """Parts that have elements; of a tensor that has none, the first."""
-    return [part for part in range(record.parts) if record.box(part).numel] or [0]
-
-
-def _inside(values: Tensor, offsets: Sequence[int], box: Box) -> Tensor:
-    """The view of a rectangle in the values of a part that begins at `offsets`."""
-    for dim, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        values = values.narrow(dim, at - offsets[dim], size)
-    return values
+    return [part for part in range(record.parts) if record.first_boxes(part)] or [0]

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.buckets import Group
-from shardwise.sharding.layout import Entry
+from shardwise.sharding.layout import Entry, Layout
 from shardwise.sharding.leaves import Flats
-from shardwise.sharding.lying import Grid, Lying, grids_of
+from shardwise.sharding.lying import Grid, Lying, grids_of, lying_of, rectangle
 from shardwise.sharding.opt_state import groups_of, is_over, resting_keys
 from shardwise.sharding.pytree import NAMESPACE
 from shardwise.sharding.state import State
@@ -64,7 +64,7 @@ class Record:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the global tensor."""
-        return self.lying.entry.shape
+        return self.lying.shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,26 +76,34 @@ class Record:
         """How many parts the tensor is cut into."""
         return len(self.lying.grid.holders)
 
-    def box(self, part: int) -> Box:
-        """The rectangle of one part; may be empty."""
-        shape = list(self.shape)
-        offsets = [0] * len(shape)
-        if shape:
-            start, stop = self.lying.rows(part)
-            dim = self.lying.entry.dim
-            offsets[dim], shape[dim] = start, stop - start
-        return Box(tuple(offsets), tuple(shape))
+    def boxes(self, part: int) -> tuple[Box, ...]:
+        """The rectangles of the global tensor that one part holds; none if it is empty."""
+        return tuple(Box(tile.offsets, tile.sizes) for tile in self.lying.tiles(part))
+
+    def first_boxes(self, part: int) -> tuple[Box, ...]:
+        """Those that no part before it holds: over all parts, each element once."""
+        return tuple(Box(tile.offsets, tile.sizes) for tile in self.lying.first_tiles(part))
 
     def part_of(self, rank: int) -> int:
         """The part that a rank holds."""
         return self.lying.grid.part_of[rank]
 
-    def values(self, rank: int) -> Tensor:
-        """This rank's part without padding: a view of `block` with the sizes of its box."""
-        box = self.box(self.part_of(rank))
-        if not self.shape:
-            return self.block
-        return self.block.narrow(self.lying.entry.dim, 0, box.sizes[self.lying.entry.dim])
+    def pieces(self, rank: int) -> tuple[tuple[Box, Tensor], ...]:
+        """This rank's rectangles, and views of `block` with their values; no padding."""
+        return tuple(
+            (Box(tile.offsets, tile.sizes), rectangle(self.block, tile.at, tile.sizes))
+            for tile in self.lying.tiles(self.part_of(rank))
+        )
+
+    def inside(self, rank: int, box: Box) -> Tensor:
+        """A view of this rank's values in a rectangle, which lies in one of its own."""
+        for own, values in self.pieces(rank):
+            at = tuple(a - b for a, b in zip(box.offsets, own.offsets, strict=True))
+            limits = zip(at, box.sizes, own.sizes, strict=True)
+            if all(start >= 0 and start + size <= limit for start, size, limit in limits):
+                return rectangle(values, at, box.sizes)
+        assert box.numel == 0, (self.name, box)
+        return self.block.new_empty(box.sizes)
 
 
 def records_of(state: State) -> tuple[Record, ...]:
@@ -145,16 +153,21 @@ def _parameters(state: State, grid: Callable[[tuple[str, ...]], Grid]) -> Iterat
         has_master = bucket.has_master and bucket.opt is not None
         if has_master and bucket.opt is not None:
             master = state.masters[bucket.name]
-            yield from _of_layout(PARAMS, bucket.opt.entries, grid(bucket.opt.axes), master)
-        flat, cut = state.flats[bucket.name], grid(bucket.params.axes)
-        yield from _of_layout(PARAMS, bucket.params.entries, cut, flat, derived=has_master)
+            yield from _of_layout(PARAMS, bucket.opt, grid, master)
+        flat = state.flats[bucket.name]
+        yield from _of_layout(PARAMS, bucket.params, grid, flat, derived=has_master)
 
 
 def _of_layout(
-    at: str, entries: tuple[Entry, ...], grid: Grid, flat: Tensor, *, derived: bool = False
+    at: str,
+    layout: Layout,
+    grid: Callable[[tuple[str, ...]], Grid],
+    flat: Tensor,
+    *,
+    derived: bool = False,
 ) -> Iterator[Record]:
-    for entry in entries:
-        lying = Lying(grid, entry)
+    for entry in layout.entries:
+        lying = lying_of(grid, layout, entry)
         yield Record(f"{at}/{entry.path}", lying, entry.view(flat), entry.path, derived)
 
 
@@ -174,7 +187,7 @@ def _over_parameters(
     for group in groups:
         value = values.get(group.key)
         if value is not None and value.shape == (group.layout.length,):
-            yield from _of_layout(at, group.layout.entries, grid(group.layout.axes), value)
+            yield from _of_layout(at, group.layout, grid, value)
             continue
         for path in group.paths:
             if value is not None or path in values:
