@@ -66,7 +66,9 @@ def decode(text: str) -> tuple[Base, tuple[Edit, ...], tuple[str, ...]]:
             version=version,
         )
     lines = {"version", "mesh", "rules", "modules", "buffers", "naming"}
-    top = _read(data, "plan", {*lines, "params", "units", "edits"})
+    # Plans that were written before names had sources say nothing of them.
+    unnamed: dict[str, Any] = {"naming": {field.name: {} for field in fields(Naming)}}
+    top = _read(unnamed | data, "plan", {*lines, "params", "units", "edits"})
     mesh = _read(top["mesh"], "mesh", {"sizes", "links"})
     infos = tuple(_info(record) for record in top["params"])
     units = tuple(_build(Unit, record, "unit") for record in top["units"])

@@ -135,6 +135,15 @@ def test_json_keeps_every_kind_of_edit() -> None:
     assert len(laid.edits) == 9
 
 
+def test_a_plan_from_before_names_had_sources_is_read() -> None:
+    laid = rich_plan()
+    data = json.loads(laid.to_json())
+    assert set(data.pop("naming")) == {"sources", "guesses", "sizes", "ints"}
+    again = Plan.from_json(json.dumps(data))
+    assert again.edits == laid.edits
+    assert again.params == laid.params
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
