@@ -35,6 +35,7 @@ from benchmarks.page import FOLDER, machine, put, table
 
 WORLD = 8
 LAYERS = 32
+"""With fewer the fixed part of a step weighs more: 12 layers gave a ratio of 1.8, not 1.7."""
 WIDTH = 64
 HEADS = 8
 PAGE = FOLDER / "TENSOR.md"
