@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -120,7 +121,17 @@ def _describe(error: BaseException) -> Report:
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:
-    """Let `finally` blocks of main run; the caller kills what is still there after its grace."""
+    """Let `finally` blocks of main run; the caller kills what is still there after its grace.
+
+    The exception may come up in Python that torch calls from C++ that must not throw (a fake tensor
+    asked for its sizes). The process aborts then, and the C++ runtime's last words would stand
+    above the caller's message; what Python writes is still seen.
+    """
+    if sys.stderr is sys.__stderr__ and sys.stderr is not None:
+        sys.stderr.flush()
+        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
     raise SystemExit(128 + signum)
 
 

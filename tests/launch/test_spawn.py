@@ -239,3 +239,25 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def is_ended_while_it_waits(told: str) -> None:
+    if os.environ["RANK"] == "0":
+        time.sleep(0.5)
+        raise ValueError("the first failure")
+    before = os.fstat(2)
+    try:
+        time.sleep(60)
+    finally:
+        python, other = os.fstat(sys.stderr.fileno()), os.readlink("/proc/self/fd/2")
+        Path(told).write_text(f"{(python.st_dev, python.st_ino) == (before.st_dev, before.st_ino)}")
+        Path(told).with_suffix(".other").write_text(other)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks the system for open files")
+def test_only_python_speaks_in_a_rank_that_is_being_ended(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    with pytest.raises(RankError, match="rank 0 of 2 failed with ValueError"):
+        spawn(is_ended_while_it_waits, ranks=2, args=(str(told),), timeout=60)
+    assert told.read_text() == "True"
+    assert told.with_suffix(".other").read_text() == os.devnull
