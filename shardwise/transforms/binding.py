@@ -50,17 +50,25 @@ class Binding:
         for table, name, index, _ in self._sites:
             table[name] = parameters[index]
 
+    def check(self, parameters: Sequence[Tensor]) -> None:
+        """Refuse another tensor in the place of a parameter.
+
+        Raises:
+            UnitError: the module has put one there.
+        """
+        for table, name, index, _ in self._sites:
+            if table.get(name) is not parameters[index]:
+                self.restore()
+                raise _rebound(self.unit, self.paths[index])
+
     def unbind(self, parameters: Sequence[Tensor]) -> None:
         """Put the placeholders back.
 
         Raises:
             UnitError: the module has put another tensor in the place of a parameter.
         """
-        for table, name, index, placeholder in self._sites:
-            if table.get(name) is not parameters[index]:
-                self.restore()
-                raise _rebound(self.unit, self.paths[index])
-            table[name] = placeholder
+        self.check(parameters)
+        self.restore()
 
     def restore(self) -> None:
         """Put the placeholders back, whatever is in their place."""
@@ -112,6 +120,7 @@ class Stage:
         remat: modules to recompute and what to keep of them.
         casts: of inputs and outputs of modules.
         tensor_plan: the plan, if tensor axes cut layers.
+        bound: units whose parameters the guide binds for a whole pass; their hooks are left out.
     """
 
     def __init__(
@@ -123,6 +132,7 @@ class Stage:
         casts: Mapping[str, Cast] = _NO_CASTS,
         *,
         tensor_plan: Plan | None = None,
+        bound: Collection[str] = (),
     ) -> None:
         self.template = template
         self.guide = guide
@@ -143,7 +153,7 @@ class Stage:
         install_casts(template.module, casts)
         trainable = {path for path, p in template.placeholders.items() if p.requires_grad}
         for unit in units:
-            if unit.kind != "root":
+            if unit.kind != "root" and unit.name not in bound:
                 module = template.module.get_submodule(unit.name)
                 self._install(unit, module, frozen=not trainable.intersection(unit.params))
         inner = {id(template.module.get_submodule(u.name)) for u in units if u.kind != "root"}

@@ -225,6 +225,12 @@ class BucketBuffers:
         self._send.give_back()
         self._land(part)
 
+    def landed_views(self) -> list[Tensor | None]:
+        """What whole gradients have landed so far, by parameter; None before the first."""
+        if self._sums is None:
+            return [None] * len(self.bucket.paths)
+        return [entry.view(self._sums) for entry in self._whole_layout.entries]
+
     def take_landed(self) -> Tensor:
         """The landed gradients of all calls, which this no longer holds; zeros without a call.
 

@@ -9,6 +9,8 @@ from shardwise.transforms.order import Walk
 
 _ONE_LIST = "All ranks walk one list of collectives, made from the order of the first step."
 
+PHASES = {"idle": "outside a step", "train": "forward", "eval": "eval", "backward": "backward"}
+
 
 def read_outside(path: str, unit: str, phase: str) -> UnitError:
     """A parameter that is read where it has no value."""

@@ -23,15 +23,22 @@ import torch
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.collectives import Collective
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.pytree import tree_leaves
-from shardwise.sharding.transport import (
-    all_reduce_scratch_bytes,
-    scratch_bytes,
-    stays_in_flight,
+from shardwise.transforms.bucket_bytes import (
+    crossing_bytes,
+    flies,
+    full_bytes,
+    grad_bytes,
+    issue_bytes,
+    landing_bytes,
+    scatter_bytes,
+    send_bytes,
+    stack_bytes,
+    sum_bytes,
+    whole_bytes,
 )
 from shardwise.transforms.lowering import Lowering
-from shardwise.transforms.order import Action, Schedule, Walk
+from shardwise.transforms.order import Action, Schedule, Walk, rests_bound
 from shardwise.transforms.update_memory import update_peak
 
 _DISTINCT = 3
@@ -171,97 +178,6 @@ class _Level:
         self.now -= nbytes
 
 
-def full_bytes(bucket: Bucket) -> int:
-    """The compute buffer, if modules do not read the home itself."""
-    return 0 if bucket.in_place else bucket.compute.nbytes
-
-
-def stack_bytes(bucket: Bucket) -> int:
-    """What a gather arrives in."""
-    return bucket.wire.nbytes * bucket.gather.parts if bucket.gather else 0
-
-
-def issue_bytes(bucket: Bucket) -> int:
-    """Beside the stack, only until a gather is in flight: a cast, and all but the last axis."""
-    if bucket.gather is None:
-        return 0
-    cast = bucket.wire.nbytes if bucket.wire.dtype != bucket.params.dtype else 0
-    several = len(bucket.gather.outer_first) > 1
-    return cast + (stack_bytes(bucket) // bucket.gather.stack[0] if several else 0)
-
-
-def grad_bytes(bucket: Bucket) -> int:
-    """Whole gradients as autograd makes them."""
-    if bucket.landing is None:
-        return 0
-    return sum(e.numel for e in bucket.compute.entries) * bucket.compute.dtype.itemsize
-
-
-def landing_bytes(bucket: Bucket) -> int:
-    """Reduced gradients, as the passes of a step add them up; 0 for a frozen bucket."""
-    return bucket.sums.nbytes if bucket.sums else 0
-
-
-def scatter_bytes(bucket: Bucket) -> int:
-    """A reduce-scatter at its peak: send stack, parts between axes, scratch, and the result."""
-    if bucket.reduce is None or bucket.reduced is None:
-        return landing_bytes(bucket)
-    held = whole = bucket.reduced.nbytes * bucket.reduce.parts
-    peak = 0
-    for size in bucket.reduce.stack[:-1]:
-        scratch = scratch_bytes(whole, size)
-        whole //= size
-        held += whole
-        peak = max(peak, held + scratch)
-    return max(peak, bucket.reduced.nbytes + landing_bytes(bucket))
-
-
-def flies(bucket: Bucket) -> bool:
-    """Whether a reduce-scatter is in flight until another unit reduces.
-
-    Where modules read the home itself, what it holds meanwhile takes the room that gathered weights
-    would take; where weights are gathered, it would come on top.
-    """
-    if bucket.reduce is None or bucket.reduced is None or not bucket.in_place:
-        return False
-    several = len(bucket.reduce.axes) > 1
-    return not several and stays_in_flight(bucket.reduced.nbytes * bucket.reduce.parts)
-
-
-def _sum_bytes(bucket: Bucket, mesh: Mesh) -> int:
-    """Beside the landed gradients, while replicas are summed: a cast and scratch."""
-    if bucket.reduced is None or bucket.sums is None or not bucket.sum_axes:
-        return 0
-    nbytes = bucket.reduced.nbytes
-    cast = nbytes if bucket.reduced.dtype != bucket.sums.dtype else 0
-    return cast + max(all_reduce_scratch_bytes(nbytes, mesh[axis]) for axis in bucket.sum_axes)
-
-
-def _crossing_bytes(item: Collective, mesh: Mesh) -> int:
-    """A whole tensor and a copy of it that is packed or joined, or scratch beside it."""
-    ranks = mesh[item.axis]
-    whole = item.buffer_bytes(ranks)
-    if item.kind == "all_gather":
-        return 2 * whole
-    if item.kind == "reduce_scatter":
-        return whole + whole // ranks + scratch_bytes(whole, ranks)
-    return whole + all_reduce_scratch_bytes(whole, ranks)
-
-
-def whole_bytes(bucket: Bucket) -> int:
-    """Whole gradients that the passes of a step add up, if they do."""
-    if bucket.sums is None or not bucket.keeps_whole:
-        return 0
-    return bucket.compute.cast(bucket.sums.dtype).nbytes
-
-
-def _send_bytes(bucket: Bucket) -> int:
-    """What gradients are packed into before they are scattered."""
-    if bucket.reduce is None or bucket.reduced is None:
-        return 0
-    return bucket.reduced.nbytes * bucket.reduce.parts
-
-
 def _passes_peak(lowering: Lowering) -> int:
     """Peak of forward and backward, landed gradients included."""
     walk = _StepWalk(lowering)
@@ -273,6 +189,19 @@ def _passes_peak(lowering: Lowering) -> int:
     walk.sum([one.item for one in lowering.tensor_sums])
     walk.rest()
     return walk.level.peak
+
+
+def first_backward_bytes(lowering: Lowering) -> int:
+    """What backward takes for its first unit, while all activations are still there.
+
+    What lives at the turn from forward to backward only, such as a tile of logits, may take as much
+    without a higher peak.
+    """
+    walk = _StepWalk(lowering)
+    walk.forward(lowering.schedules[0])
+    walk.level.peak = before = walk.level.now
+    walk.backward(lowering.schedules[0], units=1)
+    return walk.level.peak - before
 
 
 class _StepWalk:
@@ -299,8 +228,11 @@ class _StepWalk:
             elif action.event.kind == "leave" and unit not in self._staying:
                 self._empty(unit)
 
-    def backward(self, schedule: Schedule) -> None:
-        """Fill units again, empty them, add and move their gradients."""
+    def backward(self, schedule: Schedule, units: int | None = None) -> None:
+        """Fill units again, empty them, add and move their gradients; of all units, or the first.
+
+        Gradients of weights that are used where they rest come one by one, and are joined at last.
+        """
         walk = Walk(schedule.backward, schedule.prefetch, self._start)
         for index, action in enumerate(schedule.backward):
             walk.meet(index)
@@ -314,6 +246,9 @@ class _StepWalk:
             if action.kind == "none":  # the end of a unit in a recomputation around it
                 self._empty(unit)
                 continue
+            if units == 0:
+                return
+            units = None if units is None else units - 1
             self.level.add(sum(grad_bytes(b) for b in self._buckets[unit]))
             if not schedule.keeps and (action.event.grad or unit in self._staying):
                 self._empty(unit)
@@ -323,10 +258,20 @@ class _StepWalk:
                     self._reduce(bucket, ends=action.ends)
             self.level.remove(sum(grad_bytes(b) for b in self._buckets[unit]))
         self._land()
+        if units is None:
+            self._join([b for b in self._buckets.values() if rests_bound(b)])
+
+    def _join(self, bound: Sequence[Sequence[Bucket]]) -> None:
+        new = [b for b in bound if not self._held.issuperset(one.name for one in b)]
+        self.level.add(sum(grad_bytes(bucket) for bucket in chain(*new)))
+        for buckets in new:
+            self.level.add(sum(landing_bytes(bucket) for bucket in buckets))
+            self.level.remove(sum(grad_bytes(bucket) for bucket in buckets))
+            self._held.update(bucket.name for bucket in buckets)
 
     def _cross(self, action: Action) -> None:
         """What an activation takes while it crosses a boundary, its result included."""
-        taken = sum(_crossing_bytes(item, self._mesh) for item in chain(*action.items))
+        taken = sum(crossing_bytes(item, self._mesh) for item in chain(*action.items))
         self.level.add(taken)
         self.level.remove(taken)
 
@@ -338,8 +283,8 @@ class _StepWalk:
     def sum(self, items: Sequence[Collective]) -> None:
         """Pack, sum and unpack gradients that each tensor rank has a part of."""
         for item in items:
-            self.level.add(_crossing_bytes(item, self._mesh))
-            self.level.remove(_crossing_bytes(item, self._mesh))
+            self.level.add(crossing_bytes(item, self._mesh))
+            self.level.remove(crossing_bytes(item, self._mesh))
 
     def rest(self) -> None:
         """Bring the landed gradients to the dtype of their home, bucket by bucket."""
@@ -369,17 +314,17 @@ class _StepWalk:
             if not ends:
                 return
             # The whole gradients are freed once they are packed, before they move.
-            level.add(_send_bytes(bucket))
+            level.add(send_bytes(bucket))
             level.remove(whole_bytes(bucket))
-            level.add(scatter_bytes(bucket) - _send_bytes(bucket))
+            level.add(scatter_bytes(bucket) - send_bytes(bucket))
             self._scattered(bucket, scatter_bytes(bucket) - landing_bytes(bucket), ends=ends)
         elif bucket.reduce is not None or not before:
             level.add(scatter_bytes(bucket))
             left = 0 if before else landing_bytes(bucket)
             self._scattered(bucket, scatter_bytes(bucket) - left, ends=ends)
         if ends:
-            level.add(_sum_bytes(bucket, self._mesh))
-            level.remove(_sum_bytes(bucket, self._mesh))
+            level.add(sum_bytes(bucket, self._mesh))
+            level.remove(sum_bytes(bucket, self._mesh))
 
     def _scattered(self, bucket: Bucket, freed: int, *, ends: bool) -> None:
         """A reduce-scatter is under way; `freed` goes when it has landed."""

@@ -95,6 +95,22 @@ def stays_open(plan: Plan, buckets: Mapping[str, Sequence[Bucket]]) -> frozenset
     )
 
 
+def rests_bound(buckets: Sequence[Bucket]) -> bool:
+    """Whether a unit's weights are used where they rest, and its gradients stay where they arise.
+
+    Nothing of such a unit is gathered, copied, reduced or freed: its parameters are bound for the
+    whole pass, and it has no turns.
+    """
+    return all(
+        bucket.in_place
+        and bucket.gather is None
+        and bucket.reduce is None
+        and not bucket.sum_axes
+        and (bucket.sums is None or bucket.sums.dtype == bucket.params.dtype)
+        for bucket in buckets
+    )
+
+
 def registration_order(plan: Plan, buckets: Mapping[str, Sequence[Bucket]]) -> tuple[Event, ...]:
     """Each unit once, in the order in which modules were registered, inner ones inside outer."""
     events: list[Event] = []
@@ -256,28 +272,31 @@ def _schedule(
     last: bool,
 ) -> Schedule:
     stay = plan.accumulation.gather == "step"
+    quiet = {name for name, members in buckets.items() if rests_bound(members)}
+    events = tuple(events)
+    turns = [event for event in events if event.kind == CROSS or event.unit not in quiet]
     forward = tuple(
         Action(event, "cross", _crossing(event, backward=False))
         if event.kind == CROSS
         else Action(event, "gather", gathers(buckets[event.unit], event.unit, "forward"))
         if event.kind == "enter" and (first or not stay)
         else Action(event, "none", ())
-        for event in events
+        for event in turns
         if event.kind != CROSS or _crossing(event, backward=False)
     )
     # Backward goes through events in reverse, so a unit's last reduction is that of its first call.
     firsts: dict[str, int] = {}
-    for index, event in enumerate(events):
+    for index, event in enumerate(turns):
         if event.is_enter and event.grad:
             firsts.setdefault(event.unit, index)
     backward: list[Action] = []
     recomputed: set[str] = set()
-    for index, event in reversed(list(enumerate(events))):
+    for index, event in reversed(list(enumerate(turns))):
         members = buckets.get(event.unit, ())
         for region in event.regions:
             if region not in recomputed:
                 recomputed.add(region)
-                backward += _recomputation(plan, buckets, events, region)
+                backward += _recomputation(plan, buckets, turns, region)
         if event.kind == CROSS:
             moved = _crossing(event, backward=True)
             if event.grad and moved:
@@ -290,7 +309,7 @@ def _schedule(
             items = gathers(members, event.unit, "backward")
             backward.append(Action(event, "gather", items))
     keeps = stay and not last
-    return Schedule(tuple(events), forward, tuple(backward), plan.prefetch, keeps)
+    return Schedule(events, forward, tuple(backward), plan.prefetch, keeps)
 
 
 def _recomputation(

@@ -34,6 +34,7 @@ from shardwise.transforms.initialise import FromModule
 from shardwise.transforms.loss import Loss, Mean, bad_count, no_gradient
 from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
 from shardwise.transforms.make_home import make_home
+from shardwise.transforms.memory import first_backward_bytes
 from shardwise.transforms.metrics import Metrics, read_metrics
 from shardwise.transforms.module_init import InitModule
 from shardwise.transforms.norms import group_norms, whole_norm
@@ -96,7 +97,13 @@ class RankProgram:
         self.engine = Engine(units, self.mover)
         casts = plan.precision.casts
         self.stage = Stage(
-            self.template, plan.units, self.engine, plan.remat, casts, tensor_plan=plan
+            self.template,
+            plan.units,
+            self.engine,
+            plan.remat,
+            casts,
+            tensor_plan=plan,
+            bound={name for name, unit in units.items() if unit.rests_bound},
         )
         origin = Origin(lowering, transport, device)
         self.home = replace(make_home(lowering, rank, device_mesh), origin=origin)
@@ -284,6 +291,7 @@ class RankProgram:
         self.engine.crosser.take(self.lowering.crossings)
         self.engine.crosser.calls.lengths = self.lowering.lengths
         self.engine.crosser.calls.facts = self.lowering.facts
+        self.engine.crosser.calls.room = first_backward_bytes(self.lowering)
         prepare_calls(self.stage, self.lowering.facts, self.mover.mesh, self.mover.coords)
         if self.lowering.locates:
             self.stage.locate_all()

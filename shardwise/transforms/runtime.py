@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwise.sharding.movement import Mover
 from shardwise.sharding.pytree import tree_leaves
 from shardwise.transforms import faults
+from shardwise.transforms.bound_units import BoundUnits
 from shardwise.transforms.brackets import Enter, Join, Leave, guard_inputs
 from shardwise.transforms.crosser import StepCrosser
 from shardwise.transforms.order import CROSS, RECROSS, Action, Schedule, Walk, call_of
@@ -37,6 +38,7 @@ class Engine:
         self.phase = "idle"
         self.used: set[str] = set()
         self._tokens: list[Tensor] = []
+        self._bound = BoundUnits(units.values())
         self._calls: list[Call] = []
         self._walk = Walk((), 0, self._start)
         self._schedule: Schedule | None = None
@@ -64,11 +66,13 @@ class Engine:
         """
         for unit in self.units.values():
             unit.load(flats)
+        self._bound.bind(self.used, grad=phase == "train")
         self.phase = phase
         self._schedule = schedule
         self._walk = Walk(schedule.forward, schedule.prefetch, self._start)
         self._num_calls.clear()
-        self.enter("")
+        if not self.units[""].rests_bound:
+            self.enter("")
 
     def drain_forward(self) -> None:
         """Join in the rest of the forward pass that this rank did not meet."""
@@ -77,6 +81,7 @@ class Engine:
     def end_forward(self, total: Tensor) -> Tensor:
         """Drain the forward pass and turn round; return the loss joined with all tokens."""
         self.drain_forward()
+        self._bound.check()
         if self.phase == "eval":
             self.close()
             return total
@@ -86,13 +91,17 @@ class Engine:
         return Join.apply(total, *self._tokens) if self._tokens else total
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward and end the pass; gradients are added to those of earlier passes."""
-        leaves = [leaf for unit in self.units.values() for _, leaf in unit.leaves()]
+        """Run backward and end the pass; gradients are added to those of earlier passes.
+
+        Autograd leaves some on leaves of bound units only; `Enter` hands on those of its unit.
+        """
+        moved = (unit for unit in self.units.values() if not unit.rests_bound)
+        leaves = [*self._bound.leaves, *(leaf for unit in moved for _, leaf in unit.leaves())]
         self._tokens = []
-        if leaves:
-            # Enter hands the gradients to its unit's buffers, so nothing comes back here.
-            torch.autograd.grad(loss, leaves, allow_unused=True)
+        if leaves and loss.requires_grad:
+            torch.autograd.backward(loss, inputs=leaves)
         self._pass_until(len(self._walk.actions))
+        self.used.update(self._bound.take_grads())
         for unit in self.units.values():
             unit.rest(keep=self._keeps)
         self._forget()
@@ -118,6 +127,7 @@ class Engine:
             call.parameters = []  # they point to the graph, and the graph to the call
         self._calls = []
         self._tokens = []
+        self._bound.forget()
         self._schedule = None
         self._reopened = {}
         self._reducing = None
@@ -211,7 +221,7 @@ class Engine:
             unit.depth = 0
         if unit.is_bound and unit.stays:
             return unit.bound(path)
-        raise faults.read_outside(path, name, _PHASES[self.phase])
+        raise faults.read_outside(path, name, faults.PHASES[self.phase])
 
     # -- backward ---------------------------------------------------------------------------
 
@@ -264,7 +274,7 @@ class Engine:
             return
         index = self._walk.find(kind, name)
         if index is None:
-            raise faults.late("cross", name, _PHASES[self.phase], self._walk)
+            raise faults.late("cross", name, faults.PHASES[self.phase], self._walk)
         self._pass_until(index)
         self._walk.meet(index)
 
@@ -353,7 +363,7 @@ class Engine:
         """Index of the event, None if it moves nothing; an error if its turn has passed."""
         index = self._walk.find(kind, unit.name)
         if index is None and (unit.gathers if self.phase == "eval" else unit.moves):
-            raise faults.late(kind, unit.name, _PHASES[self.phase], self._walk)
+            raise faults.late(kind, unit.name, faults.PHASES[self.phase], self._walk)
         return index
 
     def _pass_until(self, index: int) -> None:
@@ -369,7 +379,7 @@ class Engine:
             if any(action.items) and action.kind == "reduce":
                 raise faults.left_out(unit.name)
             if action.event.kind == "leave" and unit.depth:
-                raise faults.still_running(unit.name, _PHASES[self.phase])
+                raise faults.still_running(unit.name, faults.PHASES[self.phase])
             walk.meet(walk.position)
             if action.kind == "gather" and self._keeps:
                 unit.finish()  # a later pass may need it, and finds it full
@@ -388,6 +398,3 @@ class Engine:
             with torch.enable_grad():
                 (token,) = Enter.apply(Call(unit, []), self, *leaves)
             self._tokens.append(token)
-
-
-_PHASES = {"idle": "outside a step", "train": "forward", "eval": "eval", "backward": "backward"}

@@ -88,6 +88,7 @@ class TracedCalls:
     ) -> None:
         self.lengths: dict[int, CutLength | None] = {}
         self.dropouts: dict[DropoutCall, tuple[CutAt, ...]] = {}
+        self.room = 0
         self.declared = declared
         self.places = places
         self._closed = closed
@@ -254,6 +255,7 @@ class RunCalls:
         self.lengths: Lengths = {}
         self.facts = CallFacts()
         self.places = Places()
+        self.room = 0
         self._length_of = length_of
         self._declared = DeclaredRun(
             mesh, coords, places=self.places, cross=cross, length_of=length_of

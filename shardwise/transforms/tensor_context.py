@@ -71,9 +71,14 @@ class DropoutCall(NamedTuple):
 
 
 class TensorContext(Protocol):
-    """What a pass knows about tensor axes; see [Note: the tensor context]."""
+    """What a pass knows about tensor axes; see [Note: the tensor context].
+
+    `room` is how many bytes may be taken at the turn from forward to backward without a higher peak
+    of the step.
+    """
 
     places: Places
+    room: int
 
     def shard_of(self, tensor: Tensor, dim: int, /) -> VocabShard | None:
         """How a dimension of a tensor is cut in one piece; None if it is whole."""

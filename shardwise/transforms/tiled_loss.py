@@ -74,8 +74,8 @@ def linear_cross_entropy(
         target: `...`, integers in `[0, classes)` or `ignore_index`.
         bias: `classes`.
         chunks: how many tiles the tokens are cut into; `"auto"`: as few as there can be, if a tile
-            of logits in the accurate dtype has at most 64 MiB, or the size of `hidden` if that is
-            more.
+            of logits in the accurate dtype has at most 64 MiB, or if that is more: the size of
+            `hidden`, or what the memory model says that backward takes for its first unit.
         ignore_index: marks tokens that have no loss and no gradient.
         label_smoothing: part of the target that is spread over all classes.
         z_loss: factor of the square of the logarithm of the sum of exponentials.
@@ -108,7 +108,7 @@ def linear_cross_entropy(
         hidden = context.enter(hidden, shard.axis, "linear_cross_entropy")
     hidden, weight, bias = _as_autocast(hidden, weight, bias)
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])
-    head = _Head(loss, _rows(flat_hidden, weight, chunks), softcap)
+    head = _Head(loss, _rows(flat_hidden, weight, chunks, context.room if context else 0), softcap)
     gather = gather_of(shard, "linear_cross_entropy")
     args = (flat_hidden, weight, bias, flat, head, gather)
     if context is None:
@@ -245,12 +245,12 @@ class _Sum:
         return self._sum.to(self._dtype)
 
 
-def _rows(hidden: Tensor, weight: Tensor, chunks: int | str) -> int:
-    """Tokens of a tile; depends on shapes only, and they are equal on all ranks of an axis."""
+def _rows(hidden: Tensor, weight: Tensor, chunks: int | str, room: int) -> int:
+    """Tokens of a tile; depends on what is equal on all ranks of an axis: shapes and the plan."""
     tokens = max(1, hidden.shape[0])
     if isinstance(chunks, int):
         return -(-tokens // chunks)
-    limit = max(_TILE_BYTES, hidden.numel() * hidden.element_size())
+    limit = max(_TILE_BYTES, room, hidden.numel() * hidden.element_size())
     rows = max(1, limit // max(1, weight.shape[0] * accurate(weight.dtype).itemsize))
     return -(-tokens // -(-tokens // rows))  # as few tiles, of about equal sizes
 

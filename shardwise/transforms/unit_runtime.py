@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from shardwise.sharding.functional import Template
 from shardwise.sharding.movement import Mover
 from shardwise.transforms.binding import Binding
 from shardwise.transforms.buffers import BucketBuffers
+from shardwise.transforms.order import rests_bound
 
 
 @dataclass(eq=False, slots=True)
@@ -55,6 +56,7 @@ class UnitRuntime:
         self.trainable = [path for bucket in buckets if bucket.trainable for path in bucket.paths]
         self.gathers = any(b.gather for b in buckets)
         self.moves = any(b.gather or b.reduce or b.sum_axes for b in buckets)
+        self.rests_bound = rests_bound(buckets)
         self._binding = Binding(name, self.paths, template)
         self._leaves = [
             (buffers, _leaf(buffers.bucket, device))
@@ -63,6 +65,7 @@ class UnitRuntime:
         ]
         self.call: Call | None = None
         self.depth = 0
+        self._landed: list[Tensor | None] = []
 
     @property
     def is_bound(self) -> bool:
@@ -163,6 +166,43 @@ class UnitRuntime:
         if self.call is not None:
             parameters, self.call = self.call.parameters, None
             self._binding.unbind(parameters)
+
+    def bind_for_pass(self, used: Set[str], *, grad: bool) -> list[Tensor]:
+        """Bind the weights where they rest; returns leaves for gradients, in the order of paths.
+
+        Args:
+            used: paths that have a gradient from earlier passes, to which backward adds in place.
+            grad: whether there will be a backward pass.
+        """
+        leaves = self.aliases()
+        if grad:
+            landed = [view for buffers, _ in self._leaves for view in buffers.landed_views()]
+            for path, leaf, view in zip(self.trainable, leaves, landed, strict=True):
+                leaf.requires_grad_()
+                leaf.grad = view if path in used else None
+            self._landed = landed
+        self.bind(Call(self, list(leaves)))
+        return leaves if grad else []
+
+    def check_bound(self) -> None:
+        """Refuse another tensor in the place of a parameter; see `Binding.check`."""
+        if self.call is not None:
+            self._binding.check(self.call.parameters)
+
+    def take_grads(self, leaves: Sequence[Tensor]) -> list[str]:
+        """Keep what backward has left on the leaves of `bind_for_pass`; returns whose it is."""
+        grads = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        used = [path for path, grad in zip(self.trainable, grads, strict=True) if grad is not None]
+        pairs = zip(grads, self._landed, strict=True)
+        new = [None if grad is landed else grad for grad, landed in pairs]
+        del grads
+        self._landed = []
+        self.reduce(
+            [g.to_dense() if g is not None and g.is_sparse else g for g in new], (), ends=False
+        )
+        return used
 
     def reduce(
         self,

@@ -15,6 +15,8 @@ from shardwise.transforms.tensor_context import Cut, VocabShard, in_tensor_conte
 class Context:
     """What a pass over one tensor axis knows: which tensors are cut, and how to talk."""
 
+    room = 0
+
     def __init__(self, place: int, ranks: int, classes: int) -> None:
         count = -(-classes // ranks)
         first = min(place * count, classes)
