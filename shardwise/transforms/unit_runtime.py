@@ -179,7 +179,8 @@ class UnitRuntime:
             landed = [view for buffers, _ in self._leaves for view in buffers.landed_views()]
             for path, leaf, view in zip(self.trainable, leaves, landed, strict=True):
                 leaf.requires_grad_()
-                leaf.grad = view if path in used else None
+                if path in used:
+                    leaf.grad = view
             self._landed = landed
         self.bind(Call(self, list(leaves)))
         return leaves if grad else []

@@ -46,8 +46,13 @@ def tiled(model: Any, tokens: Tensor) -> Any:
     return sw.Mean(loss, tokens.numel())
 
 
+def layers(loss_fn: Any) -> Layers:
+    torch.manual_seed(0)
+    return Layers(branches=loss_fn is head_loss).double()
+
+
 def program_of(mesh: sw.Mesh, loss_fn: Any, *transforms: Any, batch: Tensor) -> Any:
-    model = Layers(branches=loss_fn is head_loss).double()
+    model = layers(loss_fn)
     return sw.lower(
         sw.plan(model, mesh, *transforms), loss_fn, sw.optim.sgd(0.1), batch=batch
     ).bind()
@@ -56,7 +61,7 @@ def program_of(mesh: sw.Mesh, loss_fn: Any, *transforms: Any, batch: Tensor) -> 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)])
 def test_passes_add_up_what_each_of_them_uses(order: tuple[int, ...]) -> None:
     tokens = torch.tensor([[1, 2], [7, 8], [3, 4]])[list(order)]
-    whole = Layers().double()
+    whole = layers(head_loss)
     with sw.simulate(sw.Mesh(dp=1)):
         micro = sw.accumulate(3)
         program = program_of(sw.Mesh(dp=1), head_loss, micro, batch=tokens)
@@ -84,7 +89,7 @@ def test_a_later_pass_adds_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = torch.tensor([[7, 2], [7, 8], [9, 4]])
     with sw.simulate(sw.Mesh(dp=1)):
         program = program_of(sw.Mesh(dp=1), head_loss, sw.accumulate(3), batch=tokens)
-        program.grads(program.init(sw.from_module(Layers().double())), tokens)
+        program.grads(program.init(sw.from_module(layers(head_loss))), tokens)
     count = len(new) // 3
     assert sum(new[:count]) == 9  # all parameters but `unused`
     assert not any(new[count:])
@@ -108,7 +113,7 @@ def test_a_tile_of_logits_takes_what_backward_takes_next(monkeypatch: pytest.Mon
         with sw.simulate(mesh):
             program = program_of(mesh, tiled, sw.zero(3, "dp"), batch=tokens)
             room = first_backward_bytes(program.lowered)
-            _, metrics = program.step(program.init(sw.from_module(Layers().double())), tokens)
+            _, metrics = program.step(program.init(sw.from_module(layers(tiled))), tokens)
         losses.append(float(metrics.loss))
         count, per_row = tokens.numel(), CLASSES * 8
         least = max(room, count * WIDTH * 8) // per_row
