@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.optim.loss_scale import next_divisor, next_loss_scale
 from shardwise.optim.norms import Norm
 from shardwise.sharding.collectives import packed_items
-from shardwise.sharding.functional import make_template
+from shardwise.sharding.functional import Template, make_template
 from shardwise.sharding.gradients import Grads, rest_gradients
 from shardwise.sharding.movement import Mover, Transport, packed_sum
 from shardwise.sharding.state import Life, State, adopt
@@ -83,17 +83,7 @@ class RankProgram:
         self.template = make_template(lowering.module, plan.infos, device)
         self.buffer_sites = find_buffers(self.template.module)
         self._buffers = read_buffers(self.buffer_sites)
-        units = {
-            unit.name: UnitRuntime(
-                unit.name,
-                stays=unit.name in lowering.staying,
-                buckets=lowering.buckets[unit.name],
-                template=self.template,
-                mover=self.mover,
-                device=device,
-            )
-            for unit in plan.units
-        }
+        units = _make_units(lowering, self.template, self.mover, device)
         self.engine = Engine(units, self.mover)
         casts = plan.precision.casts
         self.stage = Stage(
@@ -375,3 +365,19 @@ class RankProgram:
                 self.mover, failure if str(failure) else Failure(other_metrics(told)), "the step"
             )
         self.lowering = replace(self.lowering, aux=known[0])
+
+
+def _make_units(
+    lowering: Lowering, template: Template, mover: Mover, device: torch.device
+) -> dict[str, UnitRuntime]:
+    return {
+        unit.name: UnitRuntime(
+            unit.name,
+            stays=unit.name in lowering.staying,
+            buckets=lowering.buckets[unit.name],
+            template=template,
+            mover=mover,
+            device=device,
+        )
+        for unit in lowering.plan.units
+    }
