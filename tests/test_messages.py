@@ -131,7 +131,7 @@ ENTRIES = [
     Entry(
         errors.OrderError,
         lambda: train("", "order"),
-        ("'layers.0'", "forward, at position 5 of 6", "next in the lowered order", "Fix: keep the"),
+        ("'layers.0'", "forward, at position 4 of 5", "next in the lowered order", "Fix: keep the"),
         {"unit": "layers.0", "position": 5},
     ),
     Entry(
