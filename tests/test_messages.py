@@ -132,7 +132,7 @@ ENTRIES = [
         errors.OrderError,
         lambda: train("", "order"),
         ("'layers.0'", "forward, at position 4 of 5", "next in the lowered order", "Fix: keep the"),
-        {"unit": "layers.0", "position": 5},
+        {"unit": "layers.0", "position": 4},
     ),
     Entry(
         errors.ImplicitCommError,
