@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.collectives import Collective
 from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.tiers import DEVICE
 from shardwise.sharding.transport import (
     all_reduce_scratch_bytes,
     scratch_bytes,
@@ -43,6 +44,11 @@ def landing_bytes(bucket: Bucket) -> int:
     return bucket.sums.nbytes if bucket.sums else 0
 
 
+def landed_bytes(bucket: Bucket) -> int:
+    """What of that stays on the device once it has landed."""
+    return landing_bytes(bucket) if bucket.rests.grads == DEVICE else 0
+
+
 def scatter_bytes(bucket: Bucket) -> int:
     """A reduce-scatter at its peak: send stack, parts between axes, scratch, and the result."""
     if bucket.reduce is None or bucket.reduced is None:
@@ -74,7 +80,8 @@ def sum_bytes(bucket: Bucket, mesh: Mesh) -> int:
     if bucket.reduced is None or bucket.sums is None or not bucket.sum_axes:
         return 0
     nbytes = bucket.reduced.nbytes
-    cast = nbytes if bucket.reduced.dtype != bucket.sums.dtype else 0
+    copies = bucket.reduced.dtype != bucket.sums.dtype or bucket.rests.grads != DEVICE
+    cast = nbytes if copies else 0
     return cast + max(all_reduce_scratch_bytes(nbytes, mesh[axis]) for axis in bucket.sum_axes)
 
 

@@ -14,8 +14,8 @@ transient, and listed by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -24,12 +24,14 @@ from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.collectives import Collective
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.pytree import tree_leaves
+from shardwise.sharding.tiers import DEVICE, Tier
 from shardwise.transforms.bucket_bytes import (
     crossing_bytes,
     flies,
     full_bytes,
     grad_bytes,
     issue_bytes,
+    landed_bytes,
     landing_bytes,
     scatter_bytes,
     send_bytes,
@@ -39,6 +41,7 @@ from shardwise.transforms.bucket_bytes import (
 )
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.order import Action, Schedule, Walk, rests_bound
+from shardwise.transforms.tier_memory import Held, held_by_tier
 from shardwise.transforms.update_memory import update_peak
 
 _DISTINCT = 3
@@ -64,6 +67,7 @@ class Memory:
         kept_grads: of the transient, whole gradients that are kept from pass to pass.
         kept_weights: of the transient, gathered weights that are kept likewise.
         kind: memory kind.
+        tiers: what is held in other kinds of memory; all else is about the device.
     """
 
     params: int
@@ -78,6 +82,7 @@ class Memory:
     kept_grads: int = 0
     kept_weights: int = 0
     kind: str = "device"
+    tiers: Mapping[Tier, Held] = field(default_factory=dict)
 
     @property
     def rest_bytes(self) -> int:
@@ -106,6 +111,7 @@ class Memory:
             f"grads {self.grads:,} B, transient {self.transient:,} B{between}, "
             f"activations {activations}"
             + (f" and {self.recompute:,} B while recomputing" if self.recompute else "")
+            + "".join(f"\n  {tier}: {held}" for tier, held in self.tiers.items())
         )
 
 
@@ -115,11 +121,14 @@ def predict_memory(lowering: Lowering) -> Memory:
     opt_leaves = tree_leaves(lowering.stepping.form)
     opt_bytes = sum(leaf.nbytes for leaf in opt_leaves if isinstance(leaf, torch.Tensor))
     per_element = _state_bytes_per_element(opt_leaves, buckets)
-    grads = sum(b.landing.nbytes for b in buckets if b.landing)
+    grads = sum(b.landing.nbytes for b in buckets if b.landing and b.rests.grads == DEVICE)
+    tiers = held_by_tier(lowering)
+    here = [b for b in buckets if b.rests.params == DEVICE]
+    masters = [b for b in buckets if b.has_master and b.rests.masters == DEVICE]
     return Memory(
-        params=sum(b.params.nbytes for b in buckets),
-        master=sum(b.opt.nbytes for b in buckets if b.opt and b.has_master),
-        opt=opt_bytes,
+        params=sum(b.params.nbytes for b in here),
+        master=sum(b.opt.nbytes for b in masters if b.opt),
+        opt=opt_bytes - sum(held.opt for held in tiers.values()),
         grads=grads,
         buffers=_buffer_bytes(lowering),
         padding=sum(_padding(lowering, b, per_element) for b in buckets),
@@ -128,6 +137,7 @@ def predict_memory(lowering: Lowering) -> Memory:
         recompute=lowering.recomputation.peak_bytes if lowering.recomputation else None,
         kept_grads=sum(whole_bytes(b) for b in buckets),
         kept_weights=sum(full_bytes(b) for b in buckets) if lowering.schedule.keeps else 0,
+        tiers=tiers,
     )
 
 
@@ -289,7 +299,8 @@ class _StepWalk:
     def rest(self) -> None:
         """Bring the landed gradients to the dtype of their home, bucket by bucket."""
         for bucket in chain.from_iterable(self._buckets.values()):
-            if bucket.sums and bucket.landing and bucket.sums.dtype != bucket.landing.dtype:
+            casts = bucket.sums and bucket.landing and bucket.sums.dtype != bucket.landing.dtype
+            if casts and bucket.rests.grads == DEVICE:
                 self.level.add(bucket.landing.nbytes)
                 self.level.remove(bucket.sums.nbytes)
 
@@ -317,10 +328,10 @@ class _StepWalk:
             level.add(send_bytes(bucket))
             level.remove(whole_bytes(bucket))
             level.add(scatter_bytes(bucket) - send_bytes(bucket))
-            self._scattered(bucket, scatter_bytes(bucket) - landing_bytes(bucket), ends=ends)
-        elif bucket.reduce is not None or not before:
+            self._scattered(bucket, scatter_bytes(bucket) - landed_bytes(bucket), ends=ends)
+        elif bucket.reduce is not None or not before or bucket.rests.grads != DEVICE:
             level.add(scatter_bytes(bucket))
-            left = 0 if before else landing_bytes(bucket)
+            left = 0 if before else landed_bytes(bucket)
             self._scattered(bucket, scatter_bytes(bucket) - left, ends=ends)
         if ends:
             level.add(sum_bytes(bucket, self._mesh))

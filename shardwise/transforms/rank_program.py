@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.offload.store import Store
 from shardwise.optim.loss_scale import next_divisor, next_loss_scale
 from shardwise.optim.norms import Norm
 from shardwise.sharding.collectives import packed_items
@@ -83,7 +84,8 @@ class RankProgram:
         self.template = make_template(lowering.module, plan.infos, device)
         self.buffer_sites = find_buffers(self.template.module)
         self._buffers = read_buffers(self.buffer_sites)
-        units = _make_units(lowering, self.template, self.mover, device)
+        self.store = Store(device, rank=rank, debug=debug)
+        units = _make_units(lowering, self.template, self.mover, self.store)
         self.engine = Engine(units, self.mover)
         casts = plan.precision.casts
         self.stage = Stage(
@@ -96,7 +98,8 @@ class RankProgram:
             bound={name for name, unit in units.items() if unit.rests_bound},
         )
         origin = Origin(lowering, transport, device)
-        self.home = replace(make_home(lowering, rank, device_mesh), origin=origin)
+        home = make_home(lowering, rank, device_mesh)
+        self.home = replace(home, origin=origin, memories=self.store)
         self.saver = Saver(plan, self.home, self.mover, device)
         self.background = Background(self.saver, self.mover, device)
         self.starter = Starter(
@@ -172,7 +175,7 @@ class RankProgram:
         # A loss of several terms was divided by their counts before backward.
         elements = 1.0 if self.lowering.terms else values[1]
         factor = 1.0 / (elements * loss_multiplier(self.lowering, state))
-        rest_gradients(self.lowering.all_buckets, landed, factor)
+        rest_gradients(self.lowering.all_buckets, landed, factor, self.store)
         fault = agree_on_range(self.mover, self.lowering, landed, self.device, fault)
         metrics = read_metrics(
             self.lowering,
@@ -215,7 +218,12 @@ class RankProgram:
         self.mover.expect(self.lowering.update_items)
         try:
             opt_flats, norms = run_update(
-                self.mover, self.lowering, state, grads, reuse_grads=reuse_grads
+                self.mover,
+                self.lowering,
+                state,
+                grads,
+                store=self.store,
+                reuse_grads=reuse_grads,
             )
             self.mover.end()
         except BaseException:
@@ -368,7 +376,7 @@ class RankProgram:
 
 
 def _make_units(
-    lowering: Lowering, template: Template, mover: Mover, device: torch.device
+    lowering: Lowering, template: Template, mover: Mover, store: Store
 ) -> dict[str, UnitRuntime]:
     return {
         unit.name: UnitRuntime(
@@ -377,7 +385,8 @@ def _make_units(
             buckets=lowering.buckets[unit.name],
             template=template,
             mover=mover,
-            device=device,
+            device=store.device,
+            store=store,
         )
         for unit in lowering.plan.units
     }
