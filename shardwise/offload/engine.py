@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from shardwise.offload.files import PAGE_BYTES, Region, padded
 from shardwise.offload.pool import Pool, host_pages
-from shardwise.offload.requests import read_bytes, write_bytes
+from shardwise.offload.requests import bytes_of, read_bytes, write_bytes
 from shardwise.sharding.errors import OffloadError
 
 CHUNK_BYTES = 16 << 20
@@ -344,7 +343,7 @@ def _sum_key(region: Region) -> tuple[int, int, int]:
 
 
 def _sum(values: Tensor) -> int:
-    return zlib.crc32(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
+    return zlib.crc32(bytes_of(values))
 
 
 def _changed(region: Region, known: int | None, found: int | None) -> OffloadError:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise.offload.files import Region
@@ -31,6 +32,12 @@ def write_bytes(region: Region, offset: int, data: Tensor) -> None:
     _run(os.pwritev, "write", region, offset, data)
 
 
+def bytes_of(data: Tensor) -> memoryview:
+    """The bytes of a flat host tensor, not copied."""
+    array: Any = data.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
 def _run(
     call: Callable[[int, Sequence[Any], int], int],
     verb: str,
@@ -38,7 +45,7 @@ def _run(
     offset: int,
     data: Tensor,
 ) -> None:
-    view, done = memoryview(data.numpy()), 0
+    view, done = bytes_of(data), 0
     while done < len(view):
         try:
             moved = call(region.folder.direct_descriptor, [view[done:]], offset + done)

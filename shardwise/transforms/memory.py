@@ -299,8 +299,9 @@ class _StepWalk:
     def rest(self) -> None:
         """Bring the landed gradients to the dtype of their home, bucket by bucket."""
         for bucket in chain.from_iterable(self._buckets.values()):
-            casts = bucket.sums and bucket.landing and bucket.sums.dtype != bucket.landing.dtype
-            if casts and bucket.rests.grads == DEVICE:
+            if bucket.rests.grads != DEVICE:
+                continue
+            if bucket.sums and bucket.landing and bucket.sums.dtype != bucket.landing.dtype:
                 self.level.add(bucket.landing.nbytes)
                 self.level.remove(bucket.sums.nbytes)
 

@@ -35,7 +35,7 @@ from shardwise.transforms.initialise import FromModule
 from shardwise.transforms.loss import Loss, Mean, bad_count, no_gradient
 from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
 from shardwise.transforms.make_home import make_home
-from shardwise.transforms.memory import first_backward_bytes
+from shardwise.transforms.memory import first_backward_bytes, predict_memory
 from shardwise.transforms.metrics import Metrics, read_metrics
 from shardwise.transforms.module_init import InitModule
 from shardwise.transforms.norms import group_norms, whole_norm
@@ -43,6 +43,7 @@ from shardwise.transforms.order import Event
 from shardwise.transforms.passes import Passes, loss_multiplier
 from shardwise.transforms.resharding import Origin
 from shardwise.transforms.restoring import FromCheckpoint
+from shardwise.transforms.room import check_room
 from shardwise.transforms.runtime import Engine
 from shardwise.transforms.saving import Saver
 from shardwise.transforms.scalars import changed_metrics, check_counts, other_metrics, pack_scalars
@@ -137,7 +138,9 @@ class RankProgram:
             InitError: some value is missing; every rank raises.
             StateError: the state that is carried does not fit; every rank raises.
             RankError: an init failed on another rank.
+            OffloadError: a tier cannot hold the state; every rank raises.
         """
+        check_room(predict_memory(self.lowering), self.store, self.mover.transport)
         return self.starter.init(self.lowering, source, seed, init)
 
     # -- step -------------------------------------------------------------------------------
