@@ -152,18 +152,25 @@ class Folder:
 
     def region(self, tensor: Tensor) -> Region | None:
         """Where a tensor, or a contiguous part of one, is in the file; None: it is not of here."""
-        if tensor.device.type != "cpu" or not self._addresses or not tensor.is_contiguous():
+        extent = self._extent(tensor)
+        if extent is None or not tensor.is_contiguous():
             return None
-        start = tensor.data_ptr()
-        place = bisect.bisect_right(self._addresses, start) - 1
+        delta = tensor.data_ptr() - extent.address
+        offset, nbytes = extent.offset + delta, tensor.numel() * tensor.element_size()
+        return Region(self, offset, nbytes, extent.offset + extent.nbytes, extent.number)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of this folder, or any view of one."""
+        return self._extent(tensor) is not None
+
+    def _extent(self, tensor: Tensor) -> _Extent | None:
+        if tensor.device.type != "cpu" or not self._addresses:
+            return None
+        place = bisect.bisect_right(self._addresses, tensor.data_ptr()) - 1
         if place < 0:
             return None
         extent = self._extents[self._addresses[place]]
-        delta = start - extent.address
-        if delta >= extent.nbytes:
-            return None
-        offset, nbytes = extent.offset + delta, tensor.numel() * tensor.element_size()
-        return Region(self, offset, nbytes, extent.offset + extent.nbytes, extent.number)
+        return extent if tensor.data_ptr() < extent.address + extent.nbytes else None
 
     def _open(self) -> tuple[int, int]:
         """The file for mappings, and for requests past the page cache where that is possible."""

@@ -89,6 +89,13 @@ class Store(Memories):
             return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         return tensor.clone()
 
+    def beside(self, tensor: Tensor) -> Tensor | None:
+        """See `Memories.beside`."""
+        for folder in self._folders.values():
+            if folder.holds(tensor):
+                return folder.empty(tensor.numel(), tensor.dtype).view(tensor.shape)
+        return None
+
     def region(self, tensor: Tensor) -> Region | None:
         """Where a tensor is on disk; None: it is not."""
         found = (folder.region(tensor) for folder in self._folders.values())

@@ -39,9 +39,10 @@ from shardwise.sharding.tiers import Tier
 
 @dataclass
 class Life:
-    """Whether a handle may still be used, and who ended it."""
+    """Whether a handle may still be used, who ended it, and where it was moved, if it was."""
 
     consumed_by: str = ""
+    away: Tier | None = None
 
 
 class Loose(NamedTuple):
@@ -174,7 +175,7 @@ class State:
             masters=copied(self.masters),
             opt_flats=copied(self.opt_flats),
             buffer_values=copied(self.buffer_values),
-            life=Life(),
+            life=Life(away=self.life.away),
         )
 
 

@@ -113,6 +113,10 @@ class Memories:
         """A copy on the same tier."""
         return tensor.clone()
 
+    def beside(self, tensor: Tensor) -> Tensor | None:
+        """Room of its shape in the folder of a tensor on disk, or of a part of one; else None."""
+        del tensor
+
     def host(self, tier: Tier) -> torch.device:
         """Where a buffer of that tier is, to torch."""
         return self.device if tier == DEVICE or self.device.type == "meta" else torch.device("cpu")

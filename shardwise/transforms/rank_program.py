@@ -38,6 +38,7 @@ from shardwise.transforms.make_home import make_home
 from shardwise.transforms.memory import first_backward_bytes, predict_memory
 from shardwise.transforms.metrics import Metrics, read_metrics
 from shardwise.transforms.module_init import InitModule
+from shardwise.transforms.moving import check_in_place
 from shardwise.transforms.norms import group_norms, whole_norm
 from shardwise.transforms.order import Event
 from shardwise.transforms.passes import Passes, loss_multiplier
@@ -102,7 +103,7 @@ class RankProgram:
         home = make_home(lowering, rank, device_mesh)
         self.home = replace(home, origin=origin, memories=self.store)
         self.saver = Saver(plan, self.home, self.mover, device)
-        self.background = Background(self.saver, self.mover, device)
+        self.background = Background(self.saver, self.mover, self.store)
         self.starter = Starter(
             self.template,
             self.home,
@@ -148,7 +149,7 @@ class RankProgram:
     def grads(self, state: State, batch: Any) -> tuple[Grads, Metrics]:
         """Normalised gradients, the buffers after forward, and metrics."""
         self.home.check(state.home, "state")
-        state = adopt(state)
+        state = check_in_place(adopt(state))
         self._settle(batch, steps=self.lowering.plan.accumulation.steps)
         self.mover.begin(self.lowering.pass_items)
         done = self.passes.train(self.lowering, state, batch)
@@ -208,7 +209,7 @@ class RankProgram:
             LossScaleError: the step would be skipped at the minimum of the loss scale.
         """
         self.home.check(state.home, "state")
-        state = adopt(state)
+        state = check_in_place(adopt(state))
         self.home.check(grads.home, "set of gradients")
         self.mover.begin(())
         grads = checked_grads(self.mover, self.lowering, grads, self.device)
@@ -255,7 +256,7 @@ class RankProgram:
     def evaluate(self, state: State, batch: Any) -> Metrics:
         """The loss without gradients, in eval mode."""
         self.home.check(state.home, "state")
-        state = adopt(state)
+        state = check_in_place(adopt(state))
         self._settle(batch, steps=1)
         self.mover.begin(self.lowering.schedule.forward_items + self.lowering.count_items)
         loss, failure = self.passes.evaluate(self.lowering, state, batch)
