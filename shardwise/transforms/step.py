@@ -20,6 +20,7 @@ from shardwise.sharding.tiers import DEVICE
 from shardwise.transforms.stepping import Call, Stepping, write_parts
 
 _HOST = torch.device("cpu")
+_CASTS = (torch.bfloat16, torch.float16)
 
 
 class Step:
@@ -33,6 +34,8 @@ class Step:
         grads: a slice per group, read.
         used: parameters that some rank used.
         extra: what the optimizer needs beside gradients.
+        outs: by group that is stepped on the host, what its new parameters are rounded to as they
+            are made, so that they are not read a second time.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Step:
         grads: Flats,
         used: frozenset[str],
         extra: Mapping[str, Any],
+        outs: Flats,
     ) -> None:
         self.stepping = stepping
         self._mover = mover
@@ -53,6 +57,7 @@ class Step:
         self.grads = grads
         self._used = used
         self.extra = extra
+        self.outs = outs
 
     def run(self, opt: Any, done: list[Any] | None = None) -> Any:
         """The new optimizer state; parameters are written in place.
@@ -72,6 +77,16 @@ class Step:
             self._call(call, leaves, done, spec)
         return tree_unflatten(spec, done)
 
+    def apply(self, params: Flats, grads: Flats, opt: Any, shadows: Flats) -> Any:
+        """Step parameters in place, round them to `shadows`, and return the new state."""
+        optimizer = self.stepping.optimizer
+        casts = {k: one for k, one in shadows.items() if optimizer.casts and one.dtype in _CASTS}
+        extra = {**self.extra, "shadows": casts} if casts else self.extra
+        _, new = apply_in_place(optimizer, params, grads, opt, **extra)
+        for key in shadows.keys() - casts.keys():
+            shadows[key].copy_(params[key])
+        return new
+
     def _call(self, call: Call, leaves: list[Any], done: list[Any], spec: Any) -> None:
         """Step the groups of one call; their whole tensors die with it."""
         keys = self.stepping.keys
@@ -81,9 +96,8 @@ class Step:
             self._seen(call, leaf) if is_over(leaf, keys) else leaf if last else _copy(leaf)
             for leaf in leaves
         ]
-        _, new = apply_in_place(
-            self.stepping.optimizer, params, grads, tree_unflatten(spec, seen), **self.extra
-        )
+        shadows = {group.key: self.outs[group.key] for group in call if group.key in self.outs}
+        new = self.apply(params, grads, tree_unflatten(spec, seen), shadows)
         for index, leaf in enumerate(spec.flatten_up_to(new)):
             if is_over(leaves[index], keys):
                 self._keep(call, done[index], leaf)

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from shardwise.offload.engine import Piece
 from shardwise.offload.store import Store
-from shardwise.optim.base import apply_in_place
 from shardwise.sharding.buckets import Group
-from shardwise.sharding.leaves import Flats
 from shardwise.sharding.opt_state import is_over, split
 from shardwise.sharding.pytree import tree_unflatten
 from shardwise.transforms.rounding import Rounding
@@ -31,14 +29,12 @@ class Streamed:
         step: all of it.
         store: reads and writes.
         rounding: of state that rests in 16 bits.
-        outs: by group, what new parameters are rounded to beside their masters.
     """
 
-    def __init__(self, step: Step, store: Store, rounding: Rounding, outs: Flats) -> None:
+    def __init__(self, step: Step, store: Store, rounding: Rounding) -> None:
         self._step = step
         self._store = store
         self._rounding = rounding
-        self._outs = outs
         self._stepping = step.stepping
         self._leaves: list[Any] = []
         self._done: list[Any] = []
@@ -64,8 +60,8 @@ class Streamed:
     def _piece(self, group: Group) -> Piece:
         """Parameter and state, then what the parameter is rounded to, then the gradient."""
         written = [self._step.params[group.key], *(flat for _, flat in self._flats(group))]
-        if group.key in self._outs:
-            written.append(self._outs[group.key])
+        if group.key in self._step.outs:
+            written.append(self._step.outs[group.key])
         # On the host already, unless the device has memory of its own.
         return Piece(tuple(written), (self._step.grads[group.key].cpu(),))
 
@@ -93,10 +89,9 @@ class Streamed:
                 seen.append({key: leaf[key].clone()} if key in leaf else {})
             else:
                 seen.append(leaf.clone() if isinstance(leaf, Tensor) else leaf)
+        shadows = {key: rest[-2]} if key in self._step.outs else {}
         tree = tree_unflatten(self._spec, seen)
-        optimizer, extra = self._stepping.optimizer, self._step.extra
-        params, grads = {key: param}, {key: tensors[-1]}
-        _, new = apply_in_place(optimizer, params, grads, tree, **extra)
+        new = self._step.apply({key: param}, {key: tensors[-1]}, tree, shadows)
         for index, leaf in enumerate(self._spec.flatten_up_to(new)):
             if index in resting:
                 self._rest(group, resting[index], leaf[key], f"opt {index}", (start, stop))
@@ -104,8 +99,6 @@ class Streamed:
                 self._done[index].update(leaf)
             else:
                 self._done[index] = leaf
-        if key in self._outs:
-            rest[-2].copy_(param)
 
     def _rest(
         self, group: Group, chunk: Tensor, new: Tensor, what: str, span: tuple[int, int]

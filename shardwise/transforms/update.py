@@ -60,6 +60,7 @@ def run_update(
             flat = _moving(to_params, state.flats[bucket.name], store)
             params[bucket.name] = run_route(mover, to_params, flat, items).to(bucket.work)
     norms = run_norms(mover, lowering.norms, landed)
+    outs = _outs(lowering, members, state)
     step = Step(
         lowering.stepping,
         mover,
@@ -68,16 +69,14 @@ def run_update(
         grads=slices(members, landed),
         used=grads.used,
         extra={"norms": norms, "reuse_grads": reuse_grads} if norms else {},
+        outs=slices([bucket for bucket in members if bucket.name in outs], outs),
     )
     unused = Unused(lowering.stepping, grads.used)
     rounding = Rounding(int(state.seed), int(state.step), mover.mesh, mover.coords)
-    outs = _outs(lowering, members, state)
     opt_flats = widened(lowering.stepping, state.opt_flats)
     unused.note(step.params, opt_flats)
-    opt_flats = Streamed(
-        step, store, rounding, slices([b for b in members if b.name in outs], outs)
-    ).run(opt_flats)
-    unused.restore(step.params, opt_flats)
+    opt_flats = Streamed(step, store, rounding).run(opt_flats)
+    unused.restore(step.params, opt_flats, step.outs)
     opt_flats = narrowed(lowering.stepping, state.opt_flats, opt_flats, rounding)
     for bucket in members:
         _, _, back = lowering.routes[bucket.name]
@@ -97,16 +96,15 @@ def _moving(route: Route, flat: Tensor, store: Store) -> Tensor:
 
 
 def _outs(lowering: Lowering, members: Sequence[Bucket], state: State) -> Flats:
-    """What streamed masters are rounded to as they pass by: they are not read a second time."""
+    """What masters on the host are rounded to as they are stepped; see `Step.outs`."""
     outs: Flats = {}
     for bucket in members:
-        streamed = all(group.is_streamed for group in bucket.groups)
-        if not (streamed and bucket.has_master) or lowering.stepping.couples_all:
+        hosted = all(group.on_host and group.couples == "element" for group in bucket.groups)
+        if not (hosted and bucket.has_master) or lowering.stepping.couples_all:
             continue
         _, _, back = lowering.routes[bucket.name]
-        flat = state.flats[bucket.name]
-        moves = back.gather is not None or back.cut is not None
-        dtype = back.target.dtype
+        flat, dtype = state.flats[bucket.name], back.target.dtype
+        moves = back.gather is not None or back.cut is not None or flat.device.type != "cpu"
         outs[bucket.name] = torch.empty(back.source.length, dtype=dtype) if moves else flat
     return outs
 
@@ -151,7 +149,10 @@ class Unused:
         """Copy the old values."""
         self._values = [view.clone() for view in self._views(params, opt)]
 
-    def restore(self, params: Flats, opt: Any) -> None:
-        """Write the old values back."""
+    def restore(self, params: Flats, opt: Any, outs: Flats) -> None:
+        """Write the old values back, and round parameters to `outs` again."""
         for view, value in zip(self._views(params, opt), self._values, strict=True):
             view.copy_(value)
+        for group, entry in self._entries:
+            if group.key in outs:
+                entry.view(outs[group.key]).copy_(entry.view(params[group.key]))
