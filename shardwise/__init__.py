@@ -39,7 +39,7 @@ from shardwise.transforms.micro import MicroBatches
 from shardwise.transforms.offload import offload
 from shardwise.transforms.precision import precision
 from shardwise.transforms.program import Program
-from shardwise.transforms.remat import name, remat, save
+from shardwise.transforms.remat import name, offload_to, remat, save
 from shardwise.transforms.resharding import reshard
 from shardwise.transforms.restoring import from_checkpoint
 from shardwise.transforms.tensor_parallel import sequence_parallel, tensor_parallel
@@ -101,6 +101,7 @@ __all__ = [
     "masked",
     "name",
     "offload",
+    "offload_to",
     "optim",
     "partition",
     "plan",

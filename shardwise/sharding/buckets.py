@@ -308,9 +308,11 @@ def _make_bucket(
         keeps_whole=keeps_whole,
         rests=plan.rests.get(path, HERE),
     )
-    if opt is None:
-        return bucket
-    if not has_master:
+    return bucket if opt is None else _with_groups(bucket, opt, parts, mesh)
+
+
+def _with_groups(bucket: Bucket, opt: Layout, parts: Mapping[str, Part], mesh: Mesh) -> Bucket:
+    if not bucket.has_master:
         bucket = replace(bucket, rests=replace(bucket.rests, masters=DEVICE))
     return replace(bucket, groups=_groups(bucket, opt, parts, mesh))
 

@@ -62,7 +62,8 @@ class Remat:
     tier: str = ""
 
     def __str__(self) -> str:
-        kept = f"save {', '.join(self.names)}" if self.names else self.policy
+        verb = "offload" if self.policy == "offload" else "save"
+        kept = f"{verb} {', '.join(self.names)}" if self.names else self.policy
         return f"{kept} on {self.tier}" if self.tier else kept
 
 

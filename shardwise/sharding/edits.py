@@ -287,6 +287,13 @@ class RematEdit(Edit):
                 fix="sw.save('attn_out') with at least one name, or the policy 'everything'",
                 names=self.names,
             )
+        if bool(self.tier) != (self.policy == "offload"):
+            raise PlanError(
+                f"{self.by or 'a remat edit'} has the tier {self.tier!r} under {self.policy!r}.",
+                why="Only 'offload' keeps values on a tier, and it names one.",
+                fix="policy=sw.offload_to('pinned_host', 'attn_out')",
+                tier=self.tier,
+            )
         object.__setattr__(self, "names", tuple(sorted(set(self.names))))
 
     @property

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.offload.saved import MIN_BYTES
 from shardwise.transforms.regions import Region
 from shardwise.transforms.replaying import Kept, Recording
 
@@ -87,6 +88,8 @@ class Activations:
         self._meter = meter
         self._saved = _Storages(known)
         self._plain = _Storages(known)
+        self._on_tiers: dict[str, _Storages] = {}
+        self._around: list[str] = []
         self._open: list[_Open] = []
         self._recomputed: list[Region] = []
         self._flops = 0
@@ -95,6 +98,19 @@ class Activations:
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Context of the whole pass."""
         return torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
+
+    @contextmanager
+    def on_tier(self, tier: str) -> Generator[None]:
+        """Context of a module whose saved values go to a tier; inside of a region it has none."""
+        self._around.append(tier)
+        try:
+            yield
+        finally:
+            self._around.pop()
+
+    def tier_bytes(self) -> dict[str, int]:
+        """What is held on tiers from forward to backward."""
+        return {tier: storages.nbytes for tier, storages in self._on_tiers.items()}
 
     def saved_bytes(self, written: Sequence[str]) -> int:
         """What is held from forward to backward; `written` are the buffers that forward writes."""
@@ -139,7 +155,9 @@ class Activations:
         kept: Kept,
     ) -> None:
         self._recomputed.append(region)
-        for tensor in [*kept.tensors, *(inputs if around is None else ())]:
+        for tensor in kept.tensors:
+            self._add(tensor, region.policy.tier)
+        for tensor in inputs if around is None else ():
             self._saved.add(tensor)
         again = [made.flops for made in kept.made.values() if made.at_flops < opened.last]
         self._flops += opened.last - opened.start - sum(again)
@@ -159,8 +177,17 @@ class Activations:
         opened.last = self._meter()
         opened.packed += [tensor.detach() for tensor in tensors]
 
+    def _add(self, tensor: Tensor, tier: str) -> None:
+        """Count what is held from forward to backward, on a tier or, without one, on the device."""
+        if not tier or tensor.nbytes < MIN_BYTES:
+            self._saved.add(tensor)
+            return
+        if tier not in self._on_tiers:
+            self._on_tiers[tier] = _Storages(self._known)
+        self._on_tiers[tier].add(tensor)
+
     def _note(self, tensor: Tensor) -> Tensor:
-        self._saved.add(tensor)
+        self._add(tensor, self._around[-1] if self._around else "")
         self._plain.add(tensor)
         return tensor.detach()
 

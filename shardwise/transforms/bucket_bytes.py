@@ -23,6 +23,11 @@ def stack_bytes(bucket: Bucket) -> int:
     return bucket.wire.nbytes * bucket.gather.parts if bucket.gather else 0
 
 
+def fetch_bytes(bucket: Bucket) -> int:
+    """A shard that is brought from its tier; host memory is the CPU's own, and there it is less."""
+    return 0 if bucket.rests.params == DEVICE else bucket.params.nbytes
+
+
 def issue_bytes(bucket: Bucket) -> int:
     """Beside the stack, only until a gather is in flight: a cast, and all but the last axis."""
     if bucket.gather is None:

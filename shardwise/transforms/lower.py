@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -215,6 +216,10 @@ class _Nobody:
     def crosses(self, way: str) -> bool:
         """Nothing does."""
         return False
+
+    def saving(self, path: str) -> Any:
+        """Nothing is saved."""
+        return nullcontext()
 
     def look_up(self, boundary: Boundary, module: nn.Embedding, run: Any, tokens: Any) -> Any:
         """There is nobody to ask."""

@@ -27,6 +27,7 @@ from shardwise.sharding.pytree import tree_leaves
 from shardwise.sharding.tiers import DEVICE, Tier
 from shardwise.transforms.bucket_bytes import (
     crossing_bytes,
+    fetch_bytes,
     flies,
     full_bytes,
     grad_bytes,
@@ -224,10 +225,11 @@ class _StepWalk:
         self._mesh = lowering.plan.mesh
         self._held: set[str] = set()  # buckets with gradients of an earlier call
         self._flying: dict[str, int] = {}  # bytes that landing frees, by bucket
+        self._fetched: set[str] = set()  # buckets that are on their way from a tier
 
     def forward(self, schedule: Schedule) -> None:
         """Fill units as they are entered, empty them as they are left."""
-        walk = Walk(schedule.forward, schedule.prefetch, self._start)
+        walk = self._along(schedule.forward, schedule)
         for index, action in enumerate(schedule.forward):
             walk.meet(index)
             unit = action.event.unit
@@ -243,7 +245,7 @@ class _StepWalk:
 
         Gradients of weights that are used where they rest come one by one, and are joined at last.
         """
-        walk = Walk(schedule.backward, schedule.prefetch, self._start)
+        walk = self._along(schedule.backward, schedule)
         for index, action in enumerate(schedule.backward):
             walk.meet(index)
             unit = action.event.unit
@@ -305,7 +307,19 @@ class _StepWalk:
                 self.level.add(bucket.landing.nbytes)
                 self.level.remove(bucket.sums.nbytes)
 
+    def _along(self, actions: Sequence[Action], schedule: Schedule) -> Walk:
+        ahead = schedule.fetch_ahead
+        return Walk(actions, schedule.prefetch, self._start, fetch=self._fetch, fetch_ahead=ahead)
+
+    def _fetch(self, action: Action) -> None:
+        """A shard is on its way from its tier until its unit is full."""
+        for bucket in self._buckets[action.event.unit]:
+            if bucket.name not in self._fetched:
+                self._fetched.add(bucket.name)
+                self.level.add(fetch_bytes(bucket))
+
     def _start(self, action: Action) -> None:
+        self._fetch(action)
         for bucket in self._buckets[action.event.unit]:
             self.level.add(stack_bytes(bucket) + issue_bytes(bucket))
             self.level.remove(issue_bytes(bucket))
@@ -314,6 +328,9 @@ class _StepWalk:
         for bucket in self._buckets[unit]:
             self.level.add(full_bytes(bucket))
             self.level.remove(stack_bytes(bucket))
+            if bucket.name in self._fetched:
+                self._fetched.remove(bucket.name)
+                self.level.remove(fetch_bytes(bucket))
 
     def _empty(self, unit: str) -> None:
         self.level.remove(sum(full_bytes(b) for b in self._buckets[unit]))

@@ -19,6 +19,7 @@ from shardwise.sharding.functional import Template, make_template
 from shardwise.sharding.gradients import Grads, rest_gradients
 from shardwise.sharding.movement import Mover, Transport, packed_sum
 from shardwise.sharding.state import Life, State, adopt
+from shardwise.transforms.acts import keep_saved_values
 from shardwise.transforms.background import Background
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import Sites, average_buffers, find_buffers, read_buffers
@@ -99,6 +100,7 @@ class RankProgram:
             tensor_plan=plan,
             bound={name for name, unit in units.items() if unit.rests_bound},
         )
+        keep_saved_values(plan.acts, self.engine, self.stage, self.store)
         origin = Origin(lowering, transport, device)
         home = make_home(lowering, rank, device_mesh)
         self.home = replace(home, origin=origin, memories=self.store)

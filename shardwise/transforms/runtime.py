@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Engine:
         self.mover = mover
         self.crosser = StepCrosser(mover, phase=lambda: self.phase, meet=self._meet_crossing)
         self.cross, self.look_up = self.crosser.cross, self.crosser.look_up
+        self.saving: Callable[[str], AbstractContextManager[Any]] = lambda path: nullcontext()
         self.phase = "idle"
         self.used: set[str] = set()
         self._tokens: list[Tensor] = []

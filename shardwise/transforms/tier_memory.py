@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from shardwise.offload.engine import pool_bytes
 from shardwise.sharding.opt_state import is_over, split
-from shardwise.sharding.tiers import DEVICE, Tier
+from shardwise.sharding.tiers import DEVICE, PINNED_HOST, Tier
 from shardwise.transforms.lowering import Lowering
 
 
@@ -58,7 +59,34 @@ def held_by_tier(lowering: Lowering) -> dict[Tier, Held]:
         if tier != DEVICE:
             held = found.get(tier, Held())
             found[tier] = replace(held, **{part: getattr(held, part) + nbytes})
+    pool = _pool_bytes(lowering)
+    if pool:
+        found[PINNED_HOST] = replace(found.get(PINNED_HOST, Held()), buffers=pool)
+    known = lowering.activation_bytes is not None
+    saving = {acts.tier for acts in lowering.plan.acts.values()}
+    kept = (remat.tier for remat in lowering.plan.remat.values() if remat.tier)
+    for tier in sorted(saving.union(map(Tier.parse, kept)), key=str):
+        nbytes = lowering.tier_bytes.get(str(tier), 0) if known else None
+        found[tier] = replace(found.get(tier, Held()), acts=nbytes)
     return found
+
+
+def _pool_bytes(lowering: Lowering) -> int:
+    """Host memory that state on disk is streamed through."""
+    stepping = lowering.stepping
+    leaves, _ = split(stepping.form, stepping.keys)
+    buckets = {group.key: b for b in lowering.all_buckets for group in b.groups}
+    pieces: list[tuple[int, int]] = []
+    for group in stepping.streamed:
+        bucket, rests = buckets[group.key], group.rests
+        own = rests.masters if bucket.has_master else rests.params
+        on_disk = [own, *([rests.params] if bucket.has_master else [])]
+        sizes = [group.layout.nbytes for tier in on_disk if tier.memory == "disk"]
+        if rests.moments.memory == "disk":
+            flats = (leaf.get(group.key) for leaf in leaves if isinstance(leaf, dict))
+            sizes += [flat.nbytes for flat in flats if isinstance(flat, Tensor) and flat.ndim == 1]
+        pieces.append((len(sizes), max(sizes, default=0)))
+    return pool_bytes(pieces)
 
 
 def _rests(lowering: Lowering) -> Iterator[tuple[str, Tier, int]]:
