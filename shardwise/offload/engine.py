@@ -30,6 +30,9 @@ THREADS = 8
 """Requests in flight; four reach a drive's bandwidth for one tensor, and three are streamed."""
 
 _REQUEST_BYTES = 4 << 20
+_MIN_CHUNK_BYTES = 16 * PAGE_BYTES
+"""Whole pages of the narrowest dtype, in the widest."""
+
 _SETS = 3
 
 RegionOf = Callable[[Tensor], Region | None]
@@ -81,7 +84,7 @@ def pool_bytes(pieces: Sequence[tuple[int, int]], chunk_bytes: int = CHUNK_BYTES
 
 def _buffer_bytes(largest: int, chunk_bytes: int) -> int:
     # A part of a tensor may begin and end in the middle of a page.
-    return padded(min(largest, chunk_bytes)) + PAGE_BYTES
+    return padded(min(largest, max(chunk_bytes, _MIN_CHUNK_BYTES))) + PAGE_BYTES
 
 
 class Engine:
@@ -108,7 +111,7 @@ class Engine:
     ) -> None:
         self._region_of = region_of
         self._num_threads = threads
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes = max(chunk_bytes, _MIN_CHUNK_BYTES)
         self._sets = sets
         self._pin = pin
         self._sums: dict[tuple[int, int, int], int] | None = {} if debug else None
@@ -143,9 +146,10 @@ class Engine:
         def settle(kept: int) -> None:
             while len(writing) > kept:
                 futures, buffers = writing.pop(0)
-                _settle(futures)
+                wait(futures)
                 for buffer in buffers:
                     pool.give_back(buffer)
+                _settle(futures)
 
         try:
             while position < len(cuts) or ahead:

@@ -136,7 +136,8 @@ class Tracer:
         """Count apart what the module saves."""
         if self.activations is None:
             return nullcontext()
-        return self.activations.on_tier(str(self._acts[path].tier))
+        acts = self._acts[path]
+        return self.activations.on_tier(str(acts.tier), acts.prefetch)
 
     def look_up(self, boundary: Boundary, module: nn.Embedding, run: Run, tokens: Tensor) -> Tensor:
         """Each rank has a summand."""
