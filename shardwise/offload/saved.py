@@ -10,6 +10,10 @@ and what an exception or a graph that is thrown away leaves behind is freed with
 Small tensors stay, as they cost more to move than they take. On the CPU a value is copied to the
 tier before the next operation runs, and back by a thread; with an accelerator both copies run on a
 stream beside the one that computes.
+
+Autograd counts the writes of a tensor, and refuses one that was written after it had been saved;
+behind hooks it cannot. So a value keeps the counter, on an alias without memory, and tells how
+often it was written. Writes past the counter (`.data`) go unseen, as without hooks.
 """
 
 from __future__ import annotations
@@ -28,6 +32,9 @@ from shardwise.sharding.tiers import Memories, Tier
 
 MIN_BYTES = 1 << 14
 """What stays: a copy of 16 KiB takes as long as its launch."""
+
+_ALIGNMENT = 512
+"""A value lies as before to any alignment that allocators have, so that kernels give equal bits."""
 
 _WHOLE = 4
 """A view of at least one in so many bytes of a storage has all of it copied: others may follow."""
@@ -113,13 +120,21 @@ class _Copy:
 class Saved:
     """One value that was saved: how it lies in the bytes that were copied."""
 
-    __slots__ = ("_copy", "_form", "_group")
+    __slots__ = ("_copy", "_counter", "_form", "_group", "_version")
 
     def __init__(self, group: Group, copy: _Copy, tensor: Tensor, start: int) -> None:
         offset = tensor.storage_offset() - start // tensor.element_size()
         self._group = group
         self._copy = copy
         self._form = (tensor.dtype, tensor.size(), tensor.stride(), offset)
+        self._counter = tensor.detach()
+        self._counter.data = tensor.new_empty(0)
+        self._version = tensor._version
+
+    @property
+    def times_written(self) -> int:
+        """How often the tensor was written since it was saved."""
+        return self._counter._version - self._version
 
     def take(self) -> Tensor:
         """The value, on the device."""
@@ -153,12 +168,13 @@ class Group:
         Raises:
             OffloadError: the tier is full.
         """
-        if type(tensor) is not Tensor or tensor.device != self._keeper.device or tensor.is_sparse:
+        if type(tensor) is not Tensor or tensor.device != self._keeper.device or _is_odd(tensor):
             return None
         tensor, storage = tensor.detach(), tensor.untyped_storage()
         start, nbytes = _span(tensor)
         if nbytes < MIN_BYTES:
             return None
+        start, nbytes = start - start % _ALIGNMENT, nbytes + start % _ALIGNMENT
         if storage.nbytes() <= _WHOLE * nbytes:
             start, nbytes = 0, storage.nbytes()
         key = (storage._cdata, start, nbytes, tensor._version)
@@ -173,13 +189,13 @@ class Group:
 
     def fetch(self) -> None:
         """Begin to bring everything back."""
-        self._reached = True
         for copy in self._copies.values():
             copy.fetch()
 
     def reach(self) -> None:
         """Backward has come here: fetch this call, and those before it within reach."""
         if not self._reached:
+            self._reached = True
             self.fetch()
             for group in self._keeper.before(self, self._prefetch):
                 group.fetch()
@@ -223,6 +239,11 @@ class Keeper:
         """The calls that came before one, the last first."""
         alive = [one for one in (ref() for ref in reversed(self._groups)) if one is not None]
         return [one for one in alive if one.number < group.number][:count]
+
+
+def _is_odd(tensor: Tensor) -> bool:
+    """Whether size and stride over some bytes are not all there is to it."""
+    return tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg()
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

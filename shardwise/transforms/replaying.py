@@ -141,6 +141,9 @@ class Kept:
         for tensor, version in zip(made.tensors, made.versions, strict=True):
             if tensor._version != version:
                 raise _written(self.module, made.key, tensor, tensor._version - version)
+        for saved in _saved(made.results):
+            if saved.times_written:
+                raise _written(self.module, made.key, saved.take(), saved.times_written)
 
 
 class _Mode(TorchDispatchMode, ABC):
@@ -306,6 +309,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
+
+
+def _saved(value: Any) -> Iterator[Saved]:
+    """Results that are on a tier."""
+    if isinstance(value, Saved):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _saved(part)
 
 
 def _back(value: Any) -> Any:
