@@ -110,11 +110,12 @@ def check_room(memory: Memory, store: Store, transport: Transport) -> None:
                 f"{rooms[0].tier} on {host}: {len(rooms)} parts need {needed:,} bytes, "
                 f"{free:,} are free"
             )
+    faults = list(dict.fromkeys(faults))  # ranks of one machine say the same
     if faults:
         raise OffloadError(
-            f"{len(faults)} tiers cannot hold what the plan puts there; nothing was made.",
+            f"Tiers cannot hold what the plan puts there ({len(faults)} faults); nothing was made.",
             where="program.init(...)",
-            facts=summarise(list(dict.fromkeys(faults))),
+            facts=summarise(faults),
             why="Room on every rank's machine is checked before anything is allocated.",
             fix="free some room, name another folder, or offload a smaller fraction",
             faults=len(faults),
