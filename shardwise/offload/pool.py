@@ -27,7 +27,10 @@ def host_pages(nbytes: int, *, pin: bool = False) -> Tensor:
         block = torch.empty(padded(nbytes) + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
         skipped = -block.data_ptr() % PAGE_BYTES
         return block[skipped : skipped + nbytes]
-    return torch.frombuffer(mmap.mmap(-1, padded(nbytes)), dtype=torch.uint8, count=nbytes)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a shared one is not counted as this process's
+    return torch.frombuffer(
+        mmap.mmap(-1, padded(nbytes), flags=private), dtype=torch.uint8, count=nbytes
+    )
 
 
 class Pool:

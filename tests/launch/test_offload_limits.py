@@ -20,11 +20,15 @@ LIMIT_MB = 780
 step takes beside them are the rest."""
 
 
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""What is freed goes back to the system at once, so that limits do not meet fragments."""
+
+
 def run(*args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tests.launch.limited", *map(str, args)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **MALLOC},
         capture_output=True,
         text=True,
         timeout=150,
