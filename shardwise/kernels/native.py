@@ -1,6 +1,6 @@
 """Builds the C kernels at their first use, and loads them; absent without a compiler.
 
-[Note: a build of half a second]
+[Note: a build at first use]
 The source is plain C without torch's headers, so any compiler builds it at once. The library is
 kept in the user's cache under a name that its source, its flags and its compiler make, and written
 under another name first: ranks that build at the same moment all end with a whole one.

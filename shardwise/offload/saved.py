@@ -31,7 +31,7 @@ from shardwise.sharding.compat import StorageWeakRef
 from shardwise.sharding.tiers import Memories, Tier
 
 MIN_BYTES = 1 << 14
-"""What stays: a copy of 16 KiB takes as long as its launch."""
+"""What is smaller stays: the calls that move it cost more than its bytes are worth."""
 
 _ALIGNMENT = 512
 """A value lies as before to any alignment that allocators have, so that kernels give equal bits."""
