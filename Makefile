@@ -28,6 +28,8 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.segments
 	$(BIN)/python -m benchmarks.checkpoints
+	$(BIN)/python -m benchmarks.cpu_step
+	$(BIN)/python -m benchmarks.disk_engine
 
 # torch first and alone: it is most of the download, and its version decides the rest.
 $(INSTALLED): pyproject.toml constraints.txt

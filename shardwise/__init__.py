@@ -13,6 +13,7 @@ from shardwise.sharding.rules import Rules
 from shardwise.sharding.simulation import simulate
 from shardwise.sharding.spec import Spec
 from shardwise.sharding.state import State
+from shardwise.sharding.tiers import Tier, disk
 from shardwise.transforms.accumulate import accumulate
 from shardwise.transforms.batch_sizes import BatchSizes, batch_sizes
 from shardwise.transforms.carry import from_state
@@ -35,9 +36,10 @@ from shardwise.transforms.loss_scale import loss_scale
 from shardwise.transforms.lower import Lowered, lower
 from shardwise.transforms.metrics import Metrics
 from shardwise.transforms.micro import MicroBatches
+from shardwise.transforms.offload import offload
 from shardwise.transforms.precision import precision
 from shardwise.transforms.program import Program
-from shardwise.transforms.remat import name, remat, save
+from shardwise.transforms.remat import name, offload_to, remat, save
 from shardwise.transforms.resharding import reshard
 from shardwise.transforms.restoring import from_checkpoint
 from shardwise.transforms.tensor_parallel import sequence_parallel, tensor_parallel
@@ -69,12 +71,14 @@ __all__ = [
     "Rules",
     "Spec",
     "State",
+    "Tier",
     "Transform",
     "accumulate",
     "batch_sizes",
     "chain",
     "constrain",
     "cross_entropy",
+    "disk",
     "dropout",
     "errors",
     "export_safetensors",
@@ -96,6 +100,8 @@ __all__ = [
     "lower",
     "masked",
     "name",
+    "offload",
+    "offload_to",
     "optim",
     "partition",
     "plan",

@@ -77,6 +77,12 @@ def uneven_cut() -> None:
     sw.plan(nn.Linear(4, 5), sw.Mesh(fsdp=4), sw.shard_params("fsdp", on="d0"))
 
 
+def no_such_folder() -> None:
+    on_disk = sw.offload("opt", sw.disk("/no/such/folder"))
+    with sw.simulate(MESH):
+        sw.lower(plan(ZERO, on_disk), loss_fn, sw.optim.adamw(0.1)).bind().init(seed=0)
+
+
 def no_own_init() -> None:
     model = Model()
     model.scale = nn.Parameter(torch.ones(4))

@@ -28,6 +28,7 @@ from tests.misuses import (
     leaves_of_other_shapes,
     mismatched_axes,
     no_own_init,
+    no_such_folder,
     other_module,
     overflow_at_the_minimum,
     own_collective,
@@ -103,6 +104,16 @@ ENTRIES = [
         other_module,
         ("8 differ", "layers.0.weight", "Fix: pass the module that the plan was made from"),
         {"differing": 8},
+    ),
+    Entry(
+        errors.OffloadError,
+        no_such_folder,
+        (
+            "disk:/no/such/folder on ",
+            "The folder '/no/such/folder' does not exist.",
+            "Fix: free some room, name another folder",
+        ),
+        {"faults": 1},
     ),
     Entry(
         errors.InitError,

@@ -14,6 +14,7 @@ from shardwise.launch import spawn
 from shardwise.sharding.errors import ShardwiseError
 from shardwise.sharding.job import launched
 from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.spec import MEMORIES
 
 _ELSEWHERE = ("pp", "cp", "ep", "world", "links")
 _RANKS = 4
@@ -42,6 +43,9 @@ def demo(  # noqa: PLR0917 - typer reads options from parameters
     ] = Precision.FP32,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
     remat: Annotated[bool, typer.Option(help="Recompute every layer in backward.")] = False,
+    offload: Annotated[
+        str, typer.Option(help="HOME=MEMORY: opt=disk or params=pinned_host,acts=pinned_host.")
+    ] = "",
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps.")] = 200,
     check: Annotated[bool, typer.Option(help="Compare with one process.")] = False,
     out: Annotated[str, typer.Option(help="Folder for the weights.")] = "runs/demo",
@@ -65,6 +69,7 @@ def demo(  # noqa: PLR0917 - typer reads options from parameters
         precision=precision.value,
         accumulate=accumulate,
         remat=remat,
+        offload=_tiers(offload),
         steps=steps,
         check=check,
         out=out,
@@ -113,6 +118,24 @@ def _axes(mesh: str, *, sequence: bool) -> dict[str, int]:
     if sequence and "tp" not in axes:
         raise typer.BadParameter(f"needs an axis tp; --mesh is {mesh}", param_hint="--sequence")
     return axes
+
+
+def _tiers(offload: str) -> tuple[tuple[str, str], ...]:
+    """Pairs of `--offload`.
+
+    >>> _tiers("params=pinned_host, opt=disk"), _tiers("")
+    ((('params', 'pinned_host'), ('opt', 'disk')), ())
+    """
+    found: list[tuple[str, str]] = []
+    for part in offload.split(",") if offload else ():
+        home, equals, memory = (text.strip() for text in part.partition("="))
+        if not equals or memory not in MEMORIES:
+            raise typer.BadParameter(
+                f"{part.strip()!r} is not HOME=MEMORY, with one of {', '.join(MEMORIES)}",
+                param_hint="--offload",
+            )
+        found.append((home, memory))
+    return tuple(found)
 
 
 def _num_ranks(axes: dict[str, int]) -> int:

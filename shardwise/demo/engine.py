@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -102,6 +103,9 @@ def transforms(mesh: sw.Mesh, options: Options) -> list[sw.Transform]:
         chosen.append(sw.accumulate(options.accumulate))
     if options.remat:
         chosen.append(sw.remat("layers.*"))
+    for home, memory in options.offload:
+        to = sw.disk(tempfile.gettempdir()) if memory == "disk" else memory
+        chosen.append(sw.offload(home, to))
     return chosen
 
 
@@ -118,10 +122,17 @@ def train(setup: Setup, state: sw.State, text: Tensor, options: Options) -> Iter
         yield Step(state, float(metrics.loss))
 
 
+def rest_bytes(lowered: sw.Lowered) -> int:
+    """What is predicted to rest, wherever it does."""
+    memory = lowered.memory()
+    return memory.rest_bytes + sum(held.rest_bytes for held in memory.tiers.values())
+
+
 def step_bytes(lowered: sw.Lowered) -> int:
     """The most that a step is predicted to take beyond rest, activations included."""
     memory = lowered.memory()
-    return memory.peak_bytes - memory.rest_bytes + (memory.activations or 0)
+    here = memory.peak_bytes - memory.rest_bytes + (memory.activations or 0)
+    return here + sum(held.peak_bytes - held.rest_bytes for held in memory.tiers.values())
 
 
 def measured_step_bytes(setup: Setup, text: Tensor, options: Options) -> int:

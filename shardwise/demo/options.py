@@ -18,6 +18,8 @@ class Options:
         precision: `fp32`, or the dtype in which modules compute: `bf16`, `fp16`.
         accumulate: micro-batches of a step.
         remat: recompute every layer in backward.
+        offload: what goes off the device, and where: pairs such as `("opt", "disk")`; files lie in
+            the system's folder for temporary ones.
         steps: optimizer steps.
         rows: rows of the global batch, cut over the ranks.
         seed: of weights and batches.
@@ -37,6 +39,7 @@ class Options:
     precision: str = "fp32"
     accumulate: int = 1
     remat: bool = False
+    offload: tuple[tuple[str, str], ...] = ()
     steps: int = 200
     rows: int = 64
     seed: int = 0

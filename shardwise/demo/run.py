@@ -42,11 +42,13 @@ def run(options: Options) -> Outcome:
     corpus = standard_library()
     setup = engine.prepare(options)
     console.print(str(setup.plan), markup=False, highlight=False, soft_wrap=True)
-    predicted_bytes = setup.lowered.memory().rest_bytes
+    predicted_bytes = engine.rest_bytes(setup.lowered)
     trained = _train(setup, corpus.train, options, console, started)
     state = trained.state
     step_bytes = engine.measured_step_bytes(setup, corpus.train, options)
-    plain = replace(options, precision="fp32", accumulate=1, remat=False, sequence=False)
+    plain = replace(
+        options, precision="fp32", accumulate=1, remat=False, sequence=False, offload=()
+    )
     eval_loss = engine.evaluate(setup, state, corpus.held_out, options)
     path = Path(options.out) / "weights.safetensors"
     weights = engine.full_weights(state)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.kernels import recipes
+from shardwise.kernels.recipes import Recipe
 from shardwise.optim.base import GradientTransform, Tensors
 from shardwise.optim.checks import check_fraction, check_non_negative
 from shardwise.optim.rules import At, Rule, Slots, arrived, decayed, from_rule, like
@@ -133,8 +135,12 @@ def lion(
         sign = (beta1 * mu + (1 - beta1) * grad).sign()
         return -at.rate * (sign + weight_decay * param), {"mu": beta2 * mu + (1 - beta2) * grad}
 
+    def recipe(rate: float) -> Recipe:
+        return recipes.lion(lr=rate, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+
     schedule = as_schedule("lion", learning_rate)
-    return from_rule(Rule(LionState, schedule, lambda param: like(param, "mu"), step), ("mu",))
+    rule = Rule(LionState, schedule, lambda param: like(param, "mu"), step, recipe=recipe)
+    return from_rule(rule, ("mu",))
 
 
 @strict_keywords
@@ -178,8 +184,11 @@ def adagrad(
     def slots(param: Tensor) -> dict[str, Tensor]:
         return {"nu": torch.full_like(param, initial)}
 
+    def recipe(rate: float) -> Recipe:
+        return recipes.adagrad(lr=rate, eps=eps, weight_decay=weight_decay)
+
     schedule = as_schedule("adagrad", learning_rate)
-    return from_rule(Rule(AdagradState, schedule, slots, step), ("nu",))
+    return from_rule(Rule(AdagradState, schedule, slots, step, recipe=recipe), ("nu",))
 
 
 @strict_keywords

@@ -53,6 +53,8 @@ class GradientTransform(NamedTuple):
             when all that the transform does is multiply every gradient by one 0-dim factor.
         factors: the same with a factor by key; gradients of other keys pass unchanged. Present
             when that is all that the transform does. At most one of the two is present.
+        casts: whether `apply` takes the extra `shadows`: tensors by key, in 16 bits, that it rounds
+            new parameters to in the pass that makes them.
     """
 
     init: Callable[[Tensors], Any]
@@ -64,6 +66,7 @@ class GradientTransform(NamedTuple):
     parts: Callable[[Shapes], dict[str, Part]] | None = None
     over: Callable[[Shapes, Mapping[str, str]], GradientTransform] | None = None
     factors: Callable[..., tuple[Mapping[str, Tensor], Any]] | None = None
+    casts: bool = False
 
 
 def parts_of(transform: GradientTransform, shapes: Shapes) -> dict[str, Part]:

@@ -60,6 +60,7 @@ def chain(*transforms: GradientTransform) -> GradientTransform:
         factors=_factors(transforms),
         parts=_parts(transforms),
         over=_over(transforms),
+        casts=bool(transforms) and transforms[-1].casts,
     )
 
 
@@ -183,8 +184,10 @@ def _apply(
         scale: Scale | None = None,
         **extra: Any,
     ) -> tuple[Tensors, tuple[Any, ...]]:
+        # Only the last one has parameters to round.
+        shadows = {name: extra.pop(name) for name in ("shadows",) if name in extra}
         _, states, scale, extra = _fold(transforms[:-1], grads, opt_state[:-1], scale, extra)
-        params, new = last(params, grads, opt_state[-1], scale=scale, **extra)
+        params, new = last(params, grads, opt_state[-1], scale=scale, **extra, **shadows)
         return params, (*states, new)
 
     return apply

@@ -21,6 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.kernels.recipes import Recipe
+from shardwise.kernels.step import Group, step_, takes
+
 LANES = 32
 """A multiple of the elements in one vector for every dtype (at most 32: bfloat16, AVX-512).
 
@@ -41,6 +44,50 @@ class Row(NamedTuple):
     written: Sequence[Tensor]  # of one shape
     grad: Tensor
     scale: Tensor | None  # multiplies the gradient
+    shadow: Tensor | None = None  # gets the new parameter in 16 bits
+
+
+def in_one_pass(recipe: Recipe, rows: Sequence[Row]) -> list[Row]:
+    """Step the rows that the C kernel takes; returns the others.
+
+    Gradients are scaled and widened as they are read, so nothing is copied.
+
+    Args:
+        recipe: of the optimizer.
+        rows: real numbers only.
+    """
+    native: dict[int, tuple[Tensor | None, list[Group]]] = {}
+    others: list[Row] = []
+    strided: list[tuple[Tensor, Tensor]] = []
+    for row in rows:
+        param, *states = row.written
+        group = Group(param, row.grad, tuple(states), row.shadow)
+        if not takes(group):
+            group = _contiguous(group)
+            if not takes(group):
+                others.append(row)
+                continue
+            strided += zip(row.written, (group.param, *group.states), strict=True)
+        native.setdefault(id(row.scale), (row.scale, []))[1].append(group)
+    for scale, groups in native.values():
+        step_(recipe, groups, scale=1.0 if scale is None else scale.item())
+    for target, values in strided:
+        if target is not values:
+            target.copy_(values)
+    return others
+
+
+def _contiguous(group: Group) -> Group:
+    """The same with copies of what has gaps."""
+    states = tuple(state.contiguous() for state in group.states)
+    return Group(group.param.contiguous(), group.grad.contiguous(), states, group.shadow)
+
+
+def write_shadows(rows: Sequence[Row]) -> None:
+    """Round new parameters to 16 bits, of rows that the kernel has not taken."""
+    for row in rows:
+        if row.shadow is not None:
+            row.shadow.copy_(row.written[0])
 
 
 def on_rows(kernel: Callable[..., None], rows: Sequence[Row], *, reuse_grads: bool = False) -> None:
@@ -120,7 +167,7 @@ def _in_pieces(kernel: Callable[..., None], rows: Sequence[Row]) -> None:
     copies = rows[0].written[0].new_empty(min(total, PIECE_ELEMENTS))
     pieces: list[list[Tensor]] = []
     used = 0
-    for written, grad, scale in rows:
+    for written, grad, scale, _ in rows:
         start = 0
         while start < grad.numel():
             size = min(grad.numel() - start, copies.numel() - used)

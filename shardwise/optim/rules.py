@@ -2,7 +2,8 @@
 
 A rule is written once, out of place; the in-place form runs it group by group and copies the new
 slots over the old. That is one group's temporaries more than a fused kernel, and elementwise ATen
-operations do not show cuts (see [Note: cuts do not show]).
+operations do not show cuts (see [Note: cuts do not show]). A rule that is one of the C kernel's
+recipes too takes that way on the CPU.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from shardwise.kernels.recipes import Recipe
 from shardwise.optim.base import Couples, GradientTransform, Scale, Tensors, scale_of
-from shardwise.optim.flat import scaled
+from shardwise.optim.flat import Row, in_one_pass, scaled, write_shadows
 from shardwise.optim.schedules import Schedule, first_count
 
 
@@ -41,6 +43,7 @@ class Rule(NamedTuple):
             that parameter.
         step: the step of one tensor.
         couples: what the step must see whole.
+        recipe: the same step as the C kernel takes it, at a rate; None: it has none.
     """
 
     state: Callable[..., Any]
@@ -48,6 +51,7 @@ class Rule(NamedTuple):
     slots: Callable[[Tensor], dict[str, Tensor]]
     step: Step
     couples: Couples = "element"
+    recipe: Callable[[float], Recipe] | None = None
 
 
 def from_rule(rule: Rule, fields: tuple[str, ...]) -> GradientTransform:
@@ -74,6 +78,7 @@ def from_rule(rule: Rule, fields: tuple[str, ...]) -> GradientTransform:
         update=partial(_update, rule, fields),
         apply=partial(_apply, rule, fields),
         couples=rule.couples,
+        casts=rule.recipe is not None,
     )
 
 
@@ -135,16 +140,22 @@ def _apply(
     opt_state: Any,
     *,
     scale: Scale | None = None,
+    shadows: Tensors | None = None,
     **_extra: Any,
 ) -> tuple[Tensors, Any]:
     rate = opt_state.learning_rate.copy_(rule.schedule(opt_state.count))
     at = At(opt_state.count.add_(1).to(torch.float64), rate)
     dicts = [getattr(opt_state, field) for field in fields]
+    recipe = None if rule.recipe is None else rule.recipe(rate.item())
     for key, grad in grads.items():
-        param = params[key]
+        param, factor = params[key], scale_of(scale, key)
         slots = {f: d[key] for f, d in zip(fields, dicts, strict=True) if key in d}
-        change, new = rule.step(at, param, scaled(grad, param, scale_of(scale, key)), slots)
+        row = Row([param, *slots.values()], grad, factor, shadows.get(key) if shadows else None)
+        if recipe is not None and not in_one_pass(recipe, [row]):
+            continue
+        change, new = rule.step(at, param, scaled(grad, param, factor), slots)
         param.add_(change.to(param.dtype))
         for field, value in new.items():
             slots[field].copy_(value)
+        write_shadows([row])
     return params, opt_state

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.assembling import Assembly, make_assembly
-from shardwise.sharding.derived import Accumulation
+from shardwise.sharding.derived import HERE, Accumulation, Rests
 from shardwise.sharding.errors import PlanError
 from shardwise.sharding.layout import Layout, Regroup, frames_of, make_layout
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.plan import ParamInfo, Plan, Unit
 from shardwise.sharding.spec import Spec
 from shardwise.sharding.tensor_cuts import copy_axes
+from shardwise.sharding.tiers import DEVICE
 
 Couples: TypeAlias = Literal["element", "tensor", "tree"]
 """What an optimizer must see whole."""
@@ -60,6 +61,7 @@ class Group:
         work: the dtype that the optimizer computes in: that of the layout, if it is not narrower.
         gather: from the slices of all data ranks to whole blocks; None where this rank has them.
         assembly: from blocks to whole tensors, where tensor axes cut them.
+        rests: the tiers of its bucket.
     """
 
     key: str
@@ -70,6 +72,23 @@ class Group:
     work: torch.dtype
     gather: Regroup | None
     assembly: Assembly | None = None
+    rests: Rests = HERE
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the optimizer runs on the host, where its state is."""
+        return self.rests.moments != DEVICE or self.is_streamed
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all that a step changes rests on the device."""
+        return replace(self.rests, grads=DEVICE) == HERE
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether it is stepped in chunks, as a part of it is on disk."""
+        tiers = (self.rests.params, self.rests.moments, self.rests.masters)
+        return self.couples == "element" and any(tier.memory == "disk" for tier in tiers)
 
     @property
     def blocks(self) -> Layout:
@@ -111,8 +130,8 @@ class Bucket:
     `landing` is where reduced gradients rest after a step, `sums` where its passes add them up, and
     `reduced` what the wire carries, all in one layout in three dtypes; `sum_axes` are batch axes
     that do not cut it; `keeps_whole` tells that the passes of a step add up whole gradients, which
-    are cut once. `rounds` tells that parameters are rounded stochastically, and `work` is the dtype
-    that the optimizer computes in.
+    are cut once. `rounds` tells that parameters are rounded stochastically, `work` is the dtype
+    that the optimizer computes in, and `rests` has the tiers.
     """
 
     name: str
@@ -133,12 +152,14 @@ class Bucket:
     reduce: Regroup | None
     sum_axes: tuple[str, ...]
     keeps_whole: bool = False
+    rests: Rests = HERE
     groups: tuple[Group, ...] = ()
 
     @property
     def in_place(self) -> bool:
         """Whether modules may read the `params` home itself."""
-        return self.gather is None and self.params == self.compute
+        same = self.gather is None and self.params == self.compute
+        return same and self.rests.params == DEVICE
 
     @property
     def lands_in_opt(self) -> bool:
@@ -206,7 +227,8 @@ def _alike(plan: Plan, info: ParamInfo) -> tuple[object, ...]:
     rounds = path in precision.stochastic
     frame = plan.tensor.frames.get(path)
     framed = () if frame is None else frame.axes
-    return (tuple(axes for _, axes in cuts), tuple(nested), tuple(dtypes), rounds, framed)
+    rests = plan.rests.get(path, HERE)
+    return (tuple(axes for _, axes in cuts), tuple(nested), tuple(dtypes), rounds, framed, rests)
 
 
 def _cut(plan: Plan, path: str, spec: Spec) -> tuple[int, tuple[str, ...]]:
@@ -284,8 +306,15 @@ def _make_bucket(
         else None,
         sum_axes=_sum_axes(plan, path, landing) if landing else (),
         keeps_whole=keeps_whole,
+        rests=plan.rests.get(path, HERE),
     )
-    return replace(bucket, groups=_groups(bucket, opt, parts, mesh)) if opt else bucket
+    return bucket if opt is None else _with_groups(bucket, opt, parts, mesh)
+
+
+def _with_groups(bucket: Bucket, opt: Layout, parts: Mapping[str, Part], mesh: Mesh) -> Bucket:
+    if not bucket.has_master:
+        bucket = replace(bucket, rests=replace(bucket.rests, masters=DEVICE))
+    return replace(bucket, groups=_groups(bucket, opt, parts, mesh))
 
 
 def _sum_axes(plan: Plan, path: str, landing: Layout) -> tuple[str, ...]:
@@ -316,7 +345,16 @@ def _groups(
         moved = tuple(replace(entry, offset=entry.offset - start) for entry in entries)
         layout = Layout(opt.axes, moved, stop - start, opt.dtype)
         key = f"{bucket.name}:{part.label}" if part.label else bucket.name
-        group = Group(key, bucket.unit, part.couples, start, layout, bucket.work, None)
+        group = Group(
+            key,
+            bucket.unit,
+            part.couples,
+            start,
+            layout,
+            bucket.work,
+            None,
+            rests=bucket.rests,
+        )
         if part.couples != "element":
             if opt.axes:
                 tensors = [(e.path, e.shape, e.dim) for e in moved]

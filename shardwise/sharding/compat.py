@@ -55,6 +55,7 @@ __all__ = [
     "offset_in_file",
     "plain_tensors",
     "rebuild_parts",
+    "saved_hooks_on_top",
     "saved_tensor_hooks",
     "set_group_timeout",
     "set_thread_value",
@@ -115,6 +116,11 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def saved_hooks_on_top() -> tuple[Any, Any] | None:
+    """What now packs and unpacks the tensors that autograd saves; None if nothing does."""
+    return _top_saved_tensors_default_hooks(True)
+
+
 def saved_tensor_hooks() -> Any:
     """What now packs the tensors that autograd saves; None if nothing does.
 
@@ -122,7 +128,7 @@ def saved_tensor_hooks() -> Any:
     ...     saved_tensor_hooks() is None
     False
     """
-    hooks = _top_saved_tensors_default_hooks(True)
+    hooks = saved_hooks_on_top()
     return hooks[0] if hooks else None
 
 

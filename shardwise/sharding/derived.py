@@ -10,6 +10,7 @@ from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.rules import Rules
 from shardwise.sharding.spec import Spec
 from shardwise.sharding.tensor_cuts import TensorAxis
+from shardwise.sharding.tiers import DEVICE, Tier
 from shardwise.sharding.tree import FrozenMap
 from shardwise.sharding.units import ParamInfo, Unit
 
@@ -51,13 +52,48 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True)
 class Remat:
-    """What is kept of a module that is recomputed in backward; `names` belong to `save`."""
+    """What is kept of a module that is recomputed in backward, and where.
+
+    `names` belong to the policies `save` and `offload`, the text of a tier to `offload`.
+    """
 
     policy: str
     names: tuple[str, ...] = ()
+    tier: str = ""
 
     def __str__(self) -> str:
-        return f"save {', '.join(self.names)}" if self.names else self.policy
+        verb = "offload" if self.policy == "offload" else "save"
+        kept = f"{verb} {', '.join(self.names)}" if self.names else self.policy
+        return f"{kept} on {self.tier}" if self.tier else kept
+
+
+@dataclass(frozen=True, slots=True)
+class Rests:
+    """Where the parts of one parameter rest; `moments` and `masters` are the `opt` home."""
+
+    params: Tier = DEVICE
+    grads: Tier = DEVICE
+    moments: Tier = DEVICE
+    masters: Tier = DEVICE
+
+    def __str__(self) -> str:
+        named = {f: getattr(self, f) for f in ("params", "grads", "moments", "masters")}
+        return ", ".join(f"{name} on {tier}" for name, tier in named.items() if tier != DEVICE)
+
+
+HERE = Rests()
+"""Wholly on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acts:
+    """Where what a module saves for backward waits, and how many modules are fetched ahead."""
+
+    tier: Tier
+    prefetch: int = 1
+
+    def __str__(self) -> str:
+        return f"on {self.tier}, prefetch {self.prefetch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +169,11 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """Everything lowering reads; equal when two plans lay every tensor out alike."""
+    """Everything lowering reads; equal when two plans lay every tensor out alike.
+
+    `rests` has the parameters of which some part rests off the device, `fetch_ahead` how many units
+    are fetched ahead where `params` do.
+    """
 
     mesh: Mesh
     infos: tuple[ParamInfo, ...]
@@ -150,3 +190,6 @@ class Derived:
     loss_scale: LossScale | None
     remat: FrozenMap[str, Remat]
     tensor: TensorParallel = field(default_factory=TensorParallel)
+    rests: FrozenMap[str, Rests] = field(default_factory=FrozenMap)
+    acts: FrozenMap[str, Acts] = field(default_factory=FrozenMap)
+    fetch_ahead: int = 0

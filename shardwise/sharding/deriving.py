@@ -13,6 +13,7 @@ from shardwise.sharding.edits import (
 from shardwise.sharding.failures import Failure, raise_failures
 from shardwise.sharding.homes import HOMES, Target, place
 from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.offload_edit import acts_of, resting, tiers_of
 from shardwise.sharding.precision import (
     Asked,
     Dtypes,
@@ -25,6 +26,7 @@ from shardwise.sharding.tree import FrozenMap
 from shardwise.sharding.units import ParamInfo
 
 _DTYPE_OF_HOME = {"params": "params", "grads": "grads", "opt": "master"}
+_PART_OF_HOME = {"params": "params", "grads": "grads", "opt": "moments"}
 
 
 def derive(draft: Draft, base: Base) -> Derived:
@@ -54,7 +56,9 @@ def derive(draft: Draft, base: Base) -> Derived:
                 failures.append(spec)
             else:
                 dtype = spec.dtype if edit else getattr(dtypes[path], _DTYPE_OF_HOME[home])
-                homes[home][path] = spec.with_(dtype=dtype)
+                asked = draft.placed.get((_PART_OF_HOME[home], path))
+                memory = spec.memory if edit or asked is None else asked.tier.memory
+                homes[home][path] = spec.with_(dtype=dtype, memory=memory)
     failures += _misfits(draft, homes, dtypes)
     raise_failures(failures, len(draft.infos))
     precision = _make_precision(draft, dtypes, compute)
@@ -75,6 +79,11 @@ def derive(draft: Draft, base: Base) -> Derived:
         loss_scale=draft.loss_scale
         or _default_loss_scale(compute, homes["grads"], precision.reduce),
         tensor=tensor,
+        rests=resting({path: tiers_of(draft.placed, homes, path) for path in draft.infos}),
+        acts=acts_of(draft.acts, draft.modules),
+        fetch_ahead=max(
+            (one.prefetch for (part, _), one in draft.placed.items() if part == "params"), default=0
+        ),
     )
 
 

@@ -26,6 +26,7 @@ from shardwise.sharding.edits import (
 from shardwise.sharding.homes import HOMES
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.modules import ROOT
+from shardwise.sharding.offload_edit import OffloadEdit
 from shardwise.sharding.precision import PrecisionEdit
 from shardwise.sharding.repeats import collapse, render_group
 from shardwise.sharding.spec import Spec
@@ -115,6 +116,8 @@ def explain(
         if info.path in getattr(derived, layout)
     ]
     specs += [f"  {'wire:':9}{line}" for line in _wire_lines(derived, info.path)]
+    rests = derived.rests.get(info.path)
+    specs += [f"  {'rests:':9}{rests}"] if rests else []
     return "\n".join([head, *(touching or ["  no edit touches it"]), *specs])
 
 
@@ -140,6 +143,13 @@ def _precision_lines(derived: Derived) -> Iterator[str]:
     buffers = {path: f"rests in {name}" for path, name in derived.precision.buffers.items()}
     for head, lines in (("", wires), ("cast ", casts), ("buffer ", buffers)):
         yield from _grouped(lines, head)
+
+
+def _tier_lines(derived: Derived) -> Iterator[str]:
+    """What rests, or waits for backward, off the device."""
+    yield from _grouped({path: str(rests) for path, rests in derived.rests.items()}, "rests ")
+    acts = {path or "(root)": str(acts) for path, acts in derived.acts.items()}
+    yield from _grouped(acts, "saved for backward ")
 
 
 def _row(derived: Derived, info: ParamInfo) -> tuple[str, ...]:
@@ -176,6 +186,7 @@ def _footer(derived: Derived, rest_bytes: Mapping[str, int]) -> Iterator[str]:
         f"prefetch {derived.prefetch}",
         *([f"kept gathered: {kept}"] if kept else []),
         *([f"remat: {_remat_text(derived)}"] if derived.remat else []),
+        *([f"fetched ahead: {derived.fetch_ahead}"] if derived.fetch_ahead else []),
         *([str(derived.accumulation)] if derived.accumulation != Accumulation() else []),
         *([f"loss scale {derived.loss_scale}"] if derived.loss_scale else []),
     ]
@@ -187,6 +198,7 @@ def _footer(derived: Derived, rest_bytes: Mapping[str, int]) -> Iterator[str]:
     yield "   ".join(settings)
     yield from tensor_lines(derived)
     yield from _precision_lines(derived)
+    yield from _tier_lines(derived)
     total = format_bytes(sum(rest_bytes.values()))
     yield f"at rest per rank: {total} (optimizer moments: see lower)"
 
@@ -228,6 +240,8 @@ def _touches(derived: Derived, info: ParamInfo, edit: Edit) -> bool:
     names = info.names
     if isinstance(edit, PrecisionEdit) and not edit.settings:
         return False  # it is about modules or buffers
+    if isinstance(edit, OffloadEdit) and edit.part == "acts":
+        return False
     if isinstance(edit, RematEdit):
         patterns = [pattern for pattern in edit.modules if pattern != ROOT]
         if patterns and not selects(patterns, names):
@@ -238,7 +252,7 @@ def _touches(derived: Derived, info: ParamInfo, edit: Edit) -> bool:
 
 
 def _difference(old: Derived, new: Derived) -> Iterator[str]:
-    for setting in ("mesh", "batch", "prefetch", "accumulation", "loss_scale"):
+    for setting in ("mesh", "batch", "prefetch", "fetch_ahead", "accumulation", "loss_scale"):
         before, after = getattr(old, setting), getattr(new, setting)
         if before != after:
             yield f"{setting}: {before!r} -> {after!r}"
@@ -246,6 +260,9 @@ def _difference(old: Derived, new: Derived) -> Iterator[str]:
         before, after = (set(_precision_lines(each)) for each in (old, new))
         yield from (f"no longer {line}" for line in sorted(before - after))
         yield from (f"now {line}" for line in sorted(after - before))
+    before, after = (set(_tier_lines(each)) for each in (old, new))
+    yield from (f"no longer {line}" for line in sorted(before - after))
+    yield from (f"now {line}" for line in sorted(after - before))
     if old.remat != new.remat:
         yield f"remat: {_remat_text(old) or 'none'} -> {_remat_text(new) or 'none'}"
     if old.keep != new.keep:

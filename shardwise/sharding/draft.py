@@ -14,6 +14,7 @@ from shardwise.sharding.errors import PlanError, nearest
 from shardwise.sharding.failures import Failure
 from shardwise.sharding.homes import Request
 from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.offload_edit import Placed
 from shardwise.sharding.precision import (
     Asked,
 )
@@ -47,6 +48,8 @@ class Draft:
     loss_scale: LossScale | None = None
     remat: dict[str, Remat] = field(default_factory=dict)
     tensor: TensorDraft = field(default_factory=TensorDraft)
+    placed: dict[tuple[str, str], Placed] = field(default_factory=dict)
+    acts: dict[str, Placed] = field(default_factory=dict)
 
 
 def selected(infos: Iterable[ParamInfo], clauses: Clauses) -> tuple[str, ...]:

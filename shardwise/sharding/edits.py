@@ -38,7 +38,7 @@ GATHER_MODES = ("micro", "step")
 _MAX_POWER = 126
 """Powers of two up to this one, and down to its inverse, are ordinary float32 numbers."""
 
-REMAT_POLICIES = ("everything", "dots", "save", "nothing")
+REMAT_POLICIES = ("everything", "dots", "save", "offload", "nothing")
 """What is recomputed: all, all but matrix products, all but named values, nothing at all."""
 
 Clauses: TypeAlias = tuple[tuple[str, ...], ...]
@@ -263,6 +263,7 @@ class RematEdit(Edit):
     modules: tuple[str, ...]
     policy: str
     names: tuple[str, ...] = ()
+    tier: str = ""
 
     def __post_init__(self) -> None:
         Edit.__post_init__(self)
@@ -276,15 +277,22 @@ class RematEdit(Edit):
                 "policy=sw.save('name') with sw.name(x, 'name') in the module",
                 policy=self.policy,
             )
-        if bool(self.names) != (self.policy == "save"):
+        if bool(self.names) != (self.policy in {"save", "offload"}):
             raise PlanError(
                 f"{self.by or 'a remat edit'} keeps {len(self.names)} names under the policy "
                 f"{self.policy!r}.",
                 where="argument policy of remat(where, policy)",
                 facts=f"names: {', '.join(self.names) or 'none'}",
-                why="'save' keeps the values that sw.name(x, name) names, and only they have one.",
+                why="'save' and 'offload' keep what sw.name(x, name) names; others have no names.",
                 fix="sw.save('attn_out') with at least one name, or the policy 'everything'",
                 names=self.names,
+            )
+        if bool(self.tier) != (self.policy == "offload"):
+            raise PlanError(
+                f"{self.by or 'a remat edit'} has the tier {self.tier!r} under {self.policy!r}.",
+                why="Only 'offload' keeps values on a tier, and it names one.",
+                fix="policy=sw.offload_to('pinned_host', 'attn_out')",
+                tier=self.tier,
             )
         object.__setattr__(self, "names", tuple(sorted(set(self.names))))
 

@@ -145,6 +145,10 @@ class CheckpointError(ShardwiseError):
     """A checkpoint that cannot be written whole, or read as what it says it is."""
 
 
+class OffloadError(ShardwiseError):
+    """A tier that cannot hold, or give back, what a plan puts there."""
+
+
 class SimulationError(ShardwiseError):
     """Simulated ranks that wait for each other for ever, or a misuse of `simulate`."""
 

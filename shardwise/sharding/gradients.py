@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.leaves import Flats, Home, Leaves, fill_layout, landing_layouts
 from shardwise.sharding.pytree import NAMESPACE, register
+from shardwise.sharding.tiers import Memories
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,25 +67,28 @@ class Grads:
         flats: Flats = {}
         for bucket in self.home.buckets:
             if bucket.landing is not None:
-                device = self.home.device_mesh.device_type
-                layout = bucket.landing
-                flats[bucket.name] = torch.zeros(layout.length, dtype=layout.dtype, device=device)
+                layout, zeros = bucket.landing, self.home.memories.zeros
+                flats[bucket.name] = zeros(bucket.rests.grads, layout.length, layout.dtype)
                 fill_layout(flats[bucket.name], layout, self.loose, self.home)
         return replace(self, flats=flats, loose=None)
 
 
-def rest_gradients(buckets: Iterable[Bucket], landed: Flats, factor: float | Tensor) -> None:
+def rest_gradients(
+    buckets: Iterable[Bucket], landed: Flats, factor: float | Tensor, memories: Memories
+) -> None:
     """Normalise landed gradients where they are, and put them to rest in the dtype of their home.
 
     Args:
         buckets: all of them.
         landed: by bucket, in the dtype that they were added up in; entries are replaced.
         factor: what gradients are multiplied by, before they are rounded.
+        memories: what allocates.
     """
     for bucket in buckets:
         if bucket.landing is not None:
             flat, dtype = landed[bucket.name].mul_(factor), bucket.landing.dtype
-            landed[bucket.name] = flat if flat.dtype == dtype else flat.to(dtype)
+            if flat.dtype != dtype:
+                landed[bucket.name] = memories.put(bucket.rests.grads, flat.to(dtype))
 
 
 class _Rest:

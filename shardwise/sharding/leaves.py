@@ -20,6 +20,7 @@ from shardwise.sharding.lying import local_runs, rectangle
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.placements import as_dtensor, on_whole_dims
 from shardwise.sharding.spec import Spec, local_range
+from shardwise.sharding.tiers import Memories
 from shardwise.sharding.units import dtype_name
 
 Flats = dict[str, Tensor]
@@ -40,6 +41,7 @@ class Home:
         half: whether float16 computes or carries gradients, so that the loss has a divisor.
         transient: buffers that modules do not save (`persistent=False`).
         origin: what made the state, for `reshard`; None for a state without a job.
+        memories: what allocates its buffers.
     """
 
     buckets: tuple[Bucket, ...]
@@ -52,6 +54,9 @@ class Home:
     half: bool = False
     transient: frozenset[str] = frozenset()
     origin: Any = field(default=None, compare=False, repr=False)
+    memories: Memories = field(
+        default_factory=lambda: Memories(torch.device("cpu")), compare=False, repr=False
+    )
 
     def leaf(self, flat: Tensor, layout: Layout, path: str, home: str) -> Tensor:
         """One parameter-shaped leaf over a view of its bucket.

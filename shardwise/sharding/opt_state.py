@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeGuard
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -115,8 +114,8 @@ def by_group(tree: Any, home: Home) -> Any:
             if len(given) == len(group.paths) and _is_cut(group, given):
                 first = next(iter(given.values()))
                 layout = group.layout.cast(first.dtype)
-                device = home.device_mesh.device_type
-                found[group.key] = torch.zeros(layout.length, dtype=layout.dtype, device=device)
+                tier = group.rests.moments
+                found[group.key] = home.memories.zeros(tier, layout.length, layout.dtype)
                 fill_layout(found[group.key], layout, given, home)
             elif group.couples == "element":
                 found[group.key] = next(iter(given.values()))

@@ -11,12 +11,14 @@ from torch import nn
 
 from shardwise.sharding.derived import (
     Accumulation,
+    Acts,
     Base,
     Derived,
     LossScale,
     Naming,
     Precision,
     Remat,
+    Rests,
     TensorParallel,
 )
 from shardwise.sharding.deriving import uses_half
@@ -159,6 +161,16 @@ class Plan:
     def remat(self) -> FrozenMap[str, Remat]:
         """Modules that are recomputed in backward, and what is kept of them; outer ones first."""
         return self.derived.remat
+
+    @property
+    def rests(self) -> FrozenMap[str, Rests]:
+        """The tiers of every parameter of which a part rests off the device."""
+        return self.derived.rests
+
+    @property
+    def acts(self) -> FrozenMap[str, Acts]:
+        """Modules whose saved values wait off the device; outer ones first."""
+        return self.derived.acts
 
     @property
     def tensor(self) -> TensorParallel:

@@ -19,6 +19,9 @@ from shardwise.sharding.units import ParamInfo, Unit
 
 T = TypeVar("T")
 
+_LATER: dict[str, dict[str, Any]] = {"remat": {"tier": ""}}
+"""By kind, what edits did not say before there was a choice."""
+
 VERSION = 1
 """Schema version; raised whenever an older reader would misread a newer plan."""
 
@@ -111,7 +114,8 @@ def _edit(record: Any) -> tuple[Edit, str]:
     if kind not in KINDS:
         raise _bad(f"edit {record!r}", f"unknown kind {kind!r}; {nearest(kind, KINDS)}")
     edit = KINDS[kind].edit
-    known = _read(record, f"{kind} edit", {"kind", "site", *(f.name for f in fields(edit))})
+    known = _LATER.get(kind, {}) | record
+    known = _read(known, f"{kind} edit", {"kind", "site", *(f.name for f in fields(edit))})
     site = known["site"]
     return edit(**_tuples({k: v for k, v in known.items() if k not in ("kind", "site")})), site
 

@@ -30,6 +30,7 @@ from shardwise.sharding.edits import (
 from shardwise.sharding.errors import PlanError
 from shardwise.sharding.homes import Request
 from shardwise.sharding.modules import select_modules
+from shardwise.sharding.offload_edit import OffloadEdit, Placed, sizes_of, spread
 from shardwise.sharding.precision import (
     Asked,
     PrecisionEdit,
@@ -37,6 +38,7 @@ from shardwise.sharding.precision import (
     no_float,
 )
 from shardwise.sharding.tensor_replay import resolve_cuts
+from shardwise.sharding.tiers import Tier
 from shardwise.sharding.tree import FrozenMap, match_exact, no_match, nothing_left, selects
 
 
@@ -114,6 +116,18 @@ def _prefetch(draft: Draft, edit: PrefetchEdit) -> None:
     draft.prefetch = edit.distance
 
 
+def _offload(draft: Draft, edit: OffloadEdit) -> None:
+    placed = Placed(Tier.parse(edit.tier), edit.prefetch)
+    if edit.part == "acts":
+        found = dict.fromkeys(_select_modules(draft, edit), 1)
+        draft.acts |= dict.fromkeys(spread(found, edit.fraction), placed)
+        return
+    paths = selected(draft.infos.values(), edit.where)
+    owned = [draft.infos[p] for p in paths if edit.part == "params" or draft.infos[p].trainable]
+    for path in spread(sizes_of(owned), edit.fraction):
+        draft.placed[edit.part, path] = placed
+
+
 def _precision(draft: Draft, edit: PrecisionEdit) -> None:
     if edit.settings:
         _set_dtypes(draft, edit)
@@ -138,7 +152,7 @@ def _set_dtypes(draft: Draft, edit: PrecisionEdit) -> None:
             draft.failures.append(no_float(info, edit))
 
 
-def _select_modules(draft: Draft, edit: PrecisionEdit | RematEdit) -> list[str]:
+def _select_modules(draft: Draft, edit: PrecisionEdit | RematEdit | OffloadEdit) -> list[str]:
     """The modules of an edit that all masks around it select as well."""
     found = select_modules(edit.modules, draft.modules)
     inside = [path for path in found if all(selects(clause, (path,)) for clause in edit.where)]
@@ -168,7 +182,7 @@ def _accumulate(draft: Draft, edit: AccumulateEdit) -> None:
 
 def _remat(draft: Draft, edit: RematEdit) -> None:
     for path in _select_modules(draft, edit):
-        draft.remat[path] = Remat(edit.policy, edit.names)
+        draft.remat[path] = Remat(edit.policy, edit.names, edit.tier)
 
 
 def _tree_at(draft: Draft, edit: TreeAtEdit) -> None:
@@ -197,6 +211,7 @@ KINDS: FrozenMap[str, Kind] = FrozenMap(
         Kind(SequenceEdit, _sequence),
         Kind(KeepEdit, _keep),
         Kind(PrefetchEdit, _prefetch),
+        Kind(OffloadEdit, _offload),
         Kind(PrecisionEdit, _precision),
         Kind(LossScaleEdit, _loss_scale),
         Kind(AccumulateEdit, _accumulate),

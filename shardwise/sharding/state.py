@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from shardwise.sharding.errors import DonatedStateError
@@ -35,13 +34,15 @@ from shardwise.sharding.leaves import (
 from shardwise.sharding.opt_state import by_group, by_path
 from shardwise.sharding.pytree import NAMESPACE, register, tree_leaves, tree_map
 from shardwise.sharding.scaling import LossScaleState
+from shardwise.sharding.tiers import Tier
 
 
 @dataclass
 class Life:
-    """Whether a handle may still be used, and who ended it."""
+    """Whether a handle may still be used, who ended it, and where it was moved, if it was."""
 
     consumed_by: str = ""
+    away: Tier | None = None
 
 
 class Loose(NamedTuple):
@@ -163,8 +164,10 @@ class State:
         """The same values in new memory."""
         self._alive()
 
+        clone = self.home.memories.clone
+
         def copied(tree: Any) -> Any:
-            return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+            return tree_map(lambda leaf: clone(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
         return replace(
             self,
@@ -172,7 +175,7 @@ class State:
             masters=copied(self.masters),
             opt_flats=copied(self.opt_flats),
             buffer_values=copied(self.buffer_values),
-            life=Life(),
+            life=Life(away=self.life.away),
         )
 
 
@@ -190,16 +193,15 @@ def adopt(state: State) -> State:
     flats: Flats = {}
     masters: Flats = {}
 
-    def flat(layout: Layout, leaves: Mapping[str, Any]) -> Tensor:
-        device = home.device_mesh.device_type
-        target = torch.zeros(layout.length, dtype=layout.dtype, device=device)
+    def flat(layout: Layout, leaves: Mapping[str, Any], tier: Tier) -> Tensor:
+        target = home.memories.zeros(tier, layout.length, layout.dtype)
         fill_layout(target, layout, leaves, home)
         return target
 
     for bucket in home.buckets:
-        flats[bucket.name] = flat(bucket.params, loose.params)
+        flats[bucket.name] = flat(bucket.params, loose.params, bucket.rests.params)
         if bucket.has_master and bucket.opt:
-            masters[bucket.name] = flat(bucket.opt, loose.master)
+            masters[bucket.name] = flat(bucket.opt, loose.master, bucket.rests.masters)
     return replace(
         state,
         flats=flats,

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardwise.offload.saved import MIN_BYTES
 from shardwise.transforms.regions import Region
 from shardwise.transforms.replaying import Kept, Recording
 
@@ -55,6 +56,14 @@ class _Storages:
             self.nbytes += tensor.untyped_storage().nbytes()
 
 
+class _Call(NamedTuple):
+    """One call of a module whose saved values go to a tier."""
+
+    tier: str
+    prefetch: int
+    saved: _Storages
+
+
 @dataclass
 class _Open:
     """A region while its forward runs.
@@ -87,6 +96,8 @@ class Activations:
         self._meter = meter
         self._saved = _Storages(known)
         self._plain = _Storages(known)
+        self._calls: list[_Call] = []
+        self._around: list[_Call] = []
         self._open: list[_Open] = []
         self._recomputed: list[Region] = []
         self._flops = 0
@@ -95,6 +106,36 @@ class Activations:
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Context of the whole pass."""
         return torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
+
+    @contextmanager
+    def on_tier(self, tier: str, prefetch: int) -> Generator[None]:
+        """Context of a module whose saved values go to a tier; inside of a region it has none."""
+        self._around.append(self._new_call(tier, prefetch))
+        try:
+            yield
+        finally:
+            self._around.pop()
+
+    def _new_call(self, tier: str, prefetch: int) -> _Call:
+        call = _Call(tier, prefetch, _Storages(self._known))
+        self._calls.append(call)
+        return call
+
+    def tier_bytes(self) -> dict[str, int]:
+        """What is held on tiers from forward to backward."""
+        totals: dict[str, int] = {}
+        for call in self._calls:
+            totals[call.tier] = totals.get(call.tier, 0) + call.saved.nbytes
+        return totals
+
+    def fetched_bytes(self) -> int:
+        """What of that is back on the device at the most: of a call, and of those fetched ahead."""
+        sizes = [call.saved.nbytes for call in self._calls]
+        spans = (
+            sum(sizes[max(0, last - call.prefetch) : last + 1])
+            for last, call in enumerate(self._calls)
+        )
+        return max(spans, default=0)
 
     def saved_bytes(self, written: Sequence[str]) -> int:
         """What is held from forward to backward; `written` are the buffers that forward writes."""
@@ -139,7 +180,10 @@ class Activations:
         kept: Kept,
     ) -> None:
         self._recomputed.append(region)
-        for tensor in [*kept.tensors, *(inputs if around is None else ())]:
+        call = self._new_call(region.policy.tier, 1) if region.policy.tier else None
+        for tensor in kept.tensors:
+            self._add(tensor, call)
+        for tensor in inputs if around is None else ():
             self._saved.add(tensor)
         again = [made.flops for made in kept.made.values() if made.at_flops < opened.last]
         self._flops += opened.last - opened.start - sum(again)
@@ -159,8 +203,15 @@ class Activations:
         opened.last = self._meter()
         opened.packed += [tensor.detach() for tensor in tensors]
 
+    def _add(self, tensor: Tensor, call: _Call | None) -> None:
+        """Count what is held from forward to backward, on a tier or, without one, on the device."""
+        if call is None or tensor.nbytes < MIN_BYTES:
+            self._saved.add(tensor)
+        else:
+            call.saved.add(tensor)
+
     def _note(self, tensor: Tensor) -> Tensor:
-        self._saved.add(tensor)
+        self._add(tensor, self._around[-1] if self._around else None)
         self._plain.add(tensor)
         return tensor.detach()
 

@@ -25,6 +25,7 @@ from shardwise.sharding.lost import is_lost, lost_peers
 from shardwise.sharding.movement import Mover, Transport
 from shardwise.sharding.simulation import Simulated
 from shardwise.sharding.state import State
+from shardwise.sharding.tiers import Memories
 from shardwise.sharding.transport import make_beside
 from shardwise.transforms.saving import Saver
 
@@ -38,13 +39,13 @@ class Background:
     Args:
         saver: of the rank.
         mover: the rank and its peers.
-        device: of its tensors.
+        memories: of its tensors.
     """
 
-    def __init__(self, saver: Saver, mover: Mover, device: torch.device) -> None:
+    def __init__(self, saver: Saver, mover: Mover, memories: Memories) -> None:
         self._saver = saver
         self._mover = mover
-        self._copy = HostCopy(device)
+        self._copy = HostCopy(memories)
         self._transport: Transport | None = None
         self._last: Beside | None = None
 

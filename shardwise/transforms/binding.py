@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from shardwise.offload.saved import Keeper
 from shardwise.sharding.boundaries import Cast
 from shardwise.sharding.derived import Remat
 from shardwise.sharding.errors import UnitError
@@ -109,6 +111,10 @@ class Guide(Protocol):
         """Rows of an embedding whose vocabulary is cut."""
         ...
 
+    def saving(self, path: str, /) -> AbstractContextManager[Any]:
+        """Around the forward of a module whose saved values go to a tier."""
+        ...
+
 
 class Stage:
     """A template with its hooks; `guide` is asked and may be exchanged between passes.
@@ -119,7 +125,7 @@ class Stage:
         guide: who is asked.
         remat: modules to recompute and what to keep of them.
         casts: of inputs and outputs of modules.
-        tensor_plan: the plan, if tensor axes cut layers.
+        tensor_plan: the plan, for what tensor axes cut and for saved values on tiers.
         bound: units whose parameters the guide binds for a whole pass; their hooks are left out.
     """
 
@@ -162,6 +168,8 @@ class Stage:
         self._regions = [
             self._recompute(path, policy, inner, names) for path, policy in remat.items()
         ]
+        for path in tensor_plan.acts if tensor_plan is not None else ():
+            self._put_aside(path)
 
     def locate_all(self) -> None:
         """Have every module say that it runs, since `dropout` may be called by any of them."""
@@ -216,6 +224,23 @@ class Stage:
 
         vars(module)["forward"] = forward
         return region
+
+    def keep_with(self, keeper: Keeper) -> None:
+        """Say what puts the values on a tier that recomputed modules keep there."""
+        for region in self._regions:
+            region.keeper = keeper
+
+    def _put_aside(self, path: str) -> None:
+        """Outside of what recomputes the module: a checkpoint saves what it is given."""
+        module = self.template.module.get_submodule(path)
+        run = module.forward
+
+        @functools.wraps(run)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.guide.saving(path):
+                return run(*args, **kwargs)
+
+        vars(module)["forward"] = forward
 
     def set_training(self, training: bool) -> None:
         """Train or eval mode; what was in eval mode under a training root stays so."""

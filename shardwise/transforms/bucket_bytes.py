@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.collectives import Collective
 from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.tiers import DEVICE
 from shardwise.sharding.transport import (
     all_reduce_scratch_bytes,
     scratch_bytes,
@@ -20,6 +21,11 @@ def full_bytes(bucket: Bucket) -> int:
 def stack_bytes(bucket: Bucket) -> int:
     """What a gather arrives in."""
     return bucket.wire.nbytes * bucket.gather.parts if bucket.gather else 0
+
+
+def fetch_bytes(bucket: Bucket) -> int:
+    """A shard that is brought from its tier; host memory is the CPU's own, and there it is less."""
+    return 0 if bucket.rests.params == DEVICE else bucket.params.nbytes
 
 
 def issue_bytes(bucket: Bucket) -> int:
@@ -41,6 +47,11 @@ def grad_bytes(bucket: Bucket) -> int:
 def landing_bytes(bucket: Bucket) -> int:
     """Reduced gradients, as the passes of a step add them up; 0 for a frozen bucket."""
     return bucket.sums.nbytes if bucket.sums else 0
+
+
+def landed_bytes(bucket: Bucket) -> int:
+    """What of that stays on the device once it has landed."""
+    return landing_bytes(bucket) if bucket.rests.grads == DEVICE else 0
 
 
 def scatter_bytes(bucket: Bucket) -> int:
@@ -74,7 +85,8 @@ def sum_bytes(bucket: Bucket, mesh: Mesh) -> int:
     if bucket.reduced is None or bucket.sums is None or not bucket.sum_axes:
         return 0
     nbytes = bucket.reduced.nbytes
-    cast = nbytes if bucket.reduced.dtype != bucket.sums.dtype else 0
+    copies = bucket.reduced.dtype != bucket.sums.dtype or bucket.rests.grads != DEVICE
+    cast = nbytes if copies else 0
     return cast + max(all_reduce_scratch_bytes(nbytes, mesh[axis]) for axis in bucket.sum_axes)
 
 

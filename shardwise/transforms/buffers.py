@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.offload.store import Fetch, Store
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.collectives import Collective
 from shardwise.sharding.compat import add_all, copy_all, zero_all
 from shardwise.sharding.layout import Layout, Regroup
 from shardwise.sharding.movement import Mover, Pending, finish, gather, scatter
+from shardwise.sharding.tiers import DEVICE
 
 
 class Storage:
@@ -46,10 +48,13 @@ class Storage:
 class BucketBuffers:
     """Compute views, gather stack and send stack of one bucket on one rank."""
 
-    def __init__(self, bucket: Bucket, mover: Mover, device: torch.device) -> None:
+    def __init__(self, bucket: Bucket, mover: Mover, device: torch.device, store: Store) -> None:
         self.bucket = bucket
         self._mover = mover
         self._device = device
+        self._store = store
+        self._fetch: Fetch | None = None
+        self._lands_here = bucket.rests.grads == DEVICE
         self._flat: Tensor | None = None
         self._source: Callable[[], Tensor | None] = lambda: None
         self._pending: Pending | None = None
@@ -103,6 +108,20 @@ class BucketBuffers:
         if source is self._source:
             self.views = []
 
+    def fetch(self) -> None:
+        """Begin to bring the resting shard from its tier, for the next fill."""
+        if self._fetch is None and not self.is_full and self.bucket.rests.params != DEVICE:
+            assert self._flat is not None
+            self._fetch = self._store.fetch(self._flat)
+
+    def _shard(self) -> Tensor:
+        """The resting shard, on the device."""
+        assert self._flat is not None
+        if self.bucket.rests.params == DEVICE:
+            return self._flat
+        fetch, self._fetch = self._fetch or self._store.fetch(self._flat), None
+        return fetch.take()
+
     def start(self, items: Sequence[Collective]) -> None:
         """Begin to gather; `finish` or `drop` must follow.
 
@@ -115,7 +134,8 @@ class BucketBuffers:
         finish(self._pending)
         self._in_flight += 1
         self._stack.take()
-        wire = self._flat.to(self.bucket.wire.dtype) if self._casts else self._flat
+        shard = self._shard()
+        wire = shard.to(self.bucket.wire.dtype) if self._casts else shard
         self._pending = gather(self._mover, wire, self._stack.tensor, items)
 
     def finish(self) -> None:
@@ -125,8 +145,9 @@ class BucketBuffers:
         if self._full.is_taken if self._stack is None else self._in_flight == 0:
             return
         if self._stack is None:
+            shard = self._shard()
             self._full.take()
-            self._full.tensor.data.copy_(self._flat)
+            self._full.tensor.data.copy_(shard)
             return
         finish(self._pending)
         self._pending = None
@@ -159,6 +180,9 @@ class BucketBuffers:
         """
         finish(self._pending)
         self._pending = None
+        if self._fetch is not None:
+            self._fetch.drop()
+            self._fetch = None
         self.land()
         self._flat = None
         self._in_flight = 0
@@ -184,7 +208,10 @@ class BucketBuffers:
         regroup = self.bucket.reduce
         scatters = 0
         if regroup is None or self._send is None:
-            self._sums = self._add_whole(self._sums, grads)
+            if self._lands_here:
+                self._sums = self._add_whole(self._sums, grads)
+            else:
+                self._land(self._pack_whole(grads))
         elif not self.bucket.keeps_whole:
             self._scatter(regroup, grads, items)
             scatters = len(regroup.axes)
@@ -202,11 +229,11 @@ class BucketBuffers:
         sums, layout = self._sums, self.bucket.reduced
         assert sums is not None
         assert layout is not None
-        if sums.dtype == layout.dtype:
+        if sums.dtype == layout.dtype and self._lands_here:
             self._summing = self._mover.all_reduce(sums, item)
             return
         # At once: a copy in the dtype of the wire would rest for as long as it is in flight.
-        wire = sums.to(layout.dtype)
+        wire = sums.to(self._device, layout.dtype, copy=True)
         finish(self._mover.all_reduce(wire, item))
         sums.copy_(wire)
 
@@ -241,16 +268,17 @@ class BucketBuffers:
         layout = self.bucket.sums
         assert layout is not None
         if sums is None:
-            return torch.zeros(layout.length, dtype=layout.dtype, device=self._device)
+            return self._store.zeros(self.bucket.rests.grads, layout.length, layout.dtype)
         return sums
 
     def _land(self, part: Tensor) -> None:
         assert self.bucket.sums is not None
         if self._sums is None:
             dtype = self.bucket.sums.dtype
-            self._sums = part if part.dtype == dtype else part.to(dtype)
+            part = part if part.dtype == dtype else part.to(dtype)
+            self._sums = self._store.put(self.bucket.rests.grads, part)
         else:
-            self._sums.add_(part)
+            self._sums.add_(part.to(self._sums.device))
 
     def _scatter(
         self, regroup: Regroup, grads: Sequence[Tensor | None], items: Sequence[Collective]

@@ -35,6 +35,7 @@ from shardwise.sharding.plan import Plan
 from shardwise.sharding.relocate import Exchange, Fill, plan_fill, received_bytes, run_exchange
 from shardwise.sharding.scaling import LossScaleState
 from shardwise.sharding.state import Life, State, adopt
+from shardwise.sharding.tiers import NOWHERE, Memories, Tier
 from shardwise.transforms.carry_opt import OptCarry
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.settle import Failure, raise_together
@@ -86,7 +87,7 @@ class FromState:
         Raises:
             StateError: the program cannot take it.
         """
-        carry = _plan(self.state, lowered, torch.device("meta"))
+        carry = _plan(self.state, lowered, NOWHERE)
         source, target = _trained(self.state.home.buckets), _trained(lowered.all_buckets)
         return Carried(
             kept=tuple(path for path in target if path in source),
@@ -141,7 +142,7 @@ def carry_state(
     """
     failure, carry, about = Failure(), None, ""
     try:
-        carry = _plan(source.state, lowering, device)
+        carry = _plan(source.state, lowering, home.memories)
         about = _about(source.state)
     except Exception as error:
         failure = Failure(error)
@@ -189,7 +190,7 @@ class _Carry:
         return tuple(exchange.item for exchange in self.exchanges if exchange.item)
 
 
-def _plan(given: State, lowering: Lowering, device: torch.device) -> _Carry:
+def _plan(given: State, lowering: Lowering, memories: Memories) -> _Carry:
     """Make the new buffers and work out what fills them.
 
     Raises:
@@ -201,14 +202,14 @@ def _plan(given: State, lowering: Lowering, device: torch.device) -> _Carry:
     old_grid, new_grid = grids_of(state.home.mesh), grids_of(lowering.plan.mesh)
     # First, as an optimizer's init sees parameters to be thrown away: later they would be a peak.
     place = lowering.plan.mesh.coords(state.home.rank)
-    fresh = init_opt(lowering.stepping, place, device)
+    fresh = init_opt(lowering.stepping, place, memories)
     held = _parameters(state, old_grid)
     flats: Flats = {}
     masters: Flats = {}
     fills: list[Fill] = []
 
-    def fill(bucket: Bucket, layout: Layout) -> Tensor:
-        target = torch.zeros(layout.length, dtype=layout.dtype, device=device)
+    def fill(bucket: Bucket, layout: Layout, tier: Tier) -> Tensor:
+        target = memories.zeros(tier, layout.length, layout.dtype)
         sources = {path: held[path] for path in bucket.paths}
         fills.append(Fill(bucket.unit, target, layout, new_grid(layout.axes), sources))
         return target
@@ -216,14 +217,15 @@ def _plan(given: State, lowering: Lowering, device: torch.device) -> _Carry:
     rounded: list[str] = []
     for bucket in lowering.all_buckets:
         if bucket.has_master and bucket.opt:
-            masters[bucket.name] = fill(bucket, bucket.opt)
+            masters[bucket.name] = fill(bucket, bucket.opt, bucket.rests.masters)
         layout = bucket.params
         if bucket.has_master and bucket.opt and bucket.opt.cast(layout.dtype) == layout:
             # Each rank has the masters of its own rows.
-            flats[bucket.name] = torch.zeros(layout.length, dtype=layout.dtype, device=device)
+            tier = bucket.rests.params
+            flats[bucket.name] = memories.zeros(tier, layout.length, layout.dtype)
             rounded.append(bucket.name)
         else:
-            flats[bucket.name] = fill(bucket, layout)
+            flats[bucket.name] = fill(bucket, layout, bucket.rests.params)
     opt = OptCarry(groups_of(state.home), lowering.stepping.groups, old_grid, new_grid)
     opt_flats = opt.carry(state.opt_flats, fresh)
     if opt.faults:

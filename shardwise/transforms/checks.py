@@ -71,18 +71,22 @@ class _Saved:
         self.unit = unit
 
 
-def _pack(units: Mapping[str, UnitRuntime]) -> Any:
-    owners: dict[int, str] = {}
+class Packing:
+    """Marks what autograd saves of the weights of units."""
 
-    def pack(tensor: Tensor) -> Any:
+    def __init__(self, units: Mapping[str, UnitRuntime]) -> None:
+        self._units = units
+        self._owners: dict[int, str] = {}
+
+    def __call__(self, tensor: Tensor) -> Any:
+        """The tensor itself if it is no weight."""
         if not place(tensor):
             return tensor
-        if not owners:  # by now the units have loaded the weights of this step
-            owners.update((key, unit.name) for unit in units.values() for key in unit.storage_keys)
-        owner = owners.get(storage_key(tensor))
+        if not self._owners:  # by now the units have loaded the weights of this step
+            for unit in self._units.values():
+                self._owners.update((key, unit.name) for key in unit.storage_keys)
+        owner = self._owners.get(storage_key(tensor))
         return tensor if owner is None else _Saved(tensor.detach(), owner)
-
-    return pack
 
 
 def _unpack(saved: Any) -> Tensor:
@@ -139,6 +143,6 @@ def checked(units: Mapping[str, UnitRuntime], mover: Mover, *, enabled: bool) ->
     if not enabled:
         yield
         return
-    hooks = torch.autograd.graph.saved_tensors_hooks(_pack(units), _unpack)
+    hooks = torch.autograd.graph.saved_tensors_hooks(Packing(units), _unpack)
     with hooks, _OnlyOurs(mover):
         yield

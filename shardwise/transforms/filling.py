@@ -23,6 +23,7 @@ from shardwise.sharding.leaves import Flats, Home
 from shardwise.sharding.opt_state import is_over, split
 from shardwise.sharding.pytree import tree_map
 from shardwise.sharding.state import State
+from shardwise.sharding.tiers import DEVICE, Memories, Tier
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.stepping import init_opt
 
@@ -34,7 +35,7 @@ def blank_state(
     lowering: Lowering,
     home: Home,
     buffers: Mapping[str, Tensor],
-    device: torch.device,
+    memories: Memories,
     *,
     is_filled: bool = False,
 ) -> State:
@@ -44,29 +45,29 @@ def blank_state(
         lowering: of the program.
         home: of the program.
         buffers: for shapes and dtypes.
-        device: where tensors live; "meta": nowhere, for names and layouts only.
+        memories: what allocates; `NOWHERE` for names and layouts only.
         is_filled: every record will be read, so on the CPU only padding is written.
     """
     buckets = lowering.all_buckets
-    masters = {b.name: b.opt for b in buckets if b.has_master and b.opt}
     place = lowering.plan.mesh.coords(home.rank)
+    device = memories.device
     only_padding = is_filled and device.type == "cpu"
 
-    def blank(layout: Layout) -> Tensor:
-        flat = in_large_pages(torch.empty(layout.length, dtype=layout.dtype, device=device))
+    def blank(layout: Layout, tier: Tier) -> Tensor:
+        flat = memories.empty(tier, layout.length, layout.dtype)
+        flat = in_large_pages(flat) if tier == DEVICE else flat
         return flat if only_padding else flat.zero_()
 
     # First, as an optimizer's init sees parameters to be thrown away: later they would be a peak.
     if only_padding:
-        form = init_opt(lowering.stepping, place, torch.device("meta"))
-        opt = tree_map(lambda leaf: _on_device(leaf, device), form)
+        opt = _unwritten(lowering, memories)
     else:
-        opt = init_opt(lowering.stepping, place, device)
+        opt = init_opt(lowering.stepping, place, memories)
     state = first_state(
         lowering,
         home,
-        flats={bucket.name: blank(bucket.params) for bucket in buckets},
-        masters={name: blank(layout) for name, layout in masters.items()},
+        flats={bucket.name: blank(bucket.params, bucket.rests.params) for bucket in buckets},
+        masters={b.name: blank(b.opt, b.rests.masters) for b in buckets if b.has_master and b.opt},
         opt=opt,
         buffers={
             name: torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
@@ -78,10 +79,21 @@ def blank_state(
     return state
 
 
-def _on_device(leaf: Any, device: torch.device) -> Any:
-    return (
-        in_large_pages(torch.empty_like(leaf, device=device)) if isinstance(leaf, Tensor) else leaf
-    )
+def _unwritten(lowering: Lowering, memories: Memories) -> Any:
+    """Buffers for the optimizer's state, each on its tier."""
+    stepping = lowering.stepping
+    tiers = {group.key: group.rests.moments for group in stepping.groups}
+
+    def made(leaf: Any, tier: Tier = DEVICE) -> Any:
+        if is_over(leaf, stepping.keys):
+            return {key: made(value, tiers.get(key, DEVICE)) for key, value in leaf.items()}
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if tier == DEVICE or leaf.ndim != 1:
+            return in_large_pages(torch.empty_like(leaf, device=memories.device))
+        return memories.empty(tier, leaf.numel(), leaf.dtype)
+
+    return tree_map(made, stepping.form, is_leaf=lambda leaf: is_over(leaf, stepping.keys))
 
 
 def _zero_padding(state: State, lowering: Lowering) -> None:

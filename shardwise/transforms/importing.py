@@ -30,6 +30,7 @@ from shardwise.sharding.errors import CheckpointError, summarise
 from shardwise.sharding.leaves import Home
 from shardwise.sharding.movement import Mover
 from shardwise.sharding.state import State
+from shardwise.sharding.tiers import NOWHERE
 from shardwise.transforms.filling import blank_state, fill
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.on_states import raise_alike
@@ -236,7 +237,7 @@ def import_state(
         raise _other_files(source, told)
     absent = [name for name in buffers if f"{BUFFERS}/{name}" not in found.matched.sources]
     needs_init = found.lacks_weights or any(buffers[name].is_meta for name in absent)
-    state = initial() if needs_init else blank_state(lowering, home, buffers, device)
+    state = initial() if needs_init else blank_state(lowering, home, buffers, home.memories)
     try:
         _fill(state, found, home, {} if needs_init else {name: buffers[name] for name in absent})
     except Exception as one:
@@ -288,7 +289,7 @@ def _find(
     source: FromFiles, lowering: Lowering, home: Home, buffers: Mapping[str, Tensor]
 ) -> _Found:
     foreign = source.read(source.path)
-    form = blank_state(lowering, home, buffers, torch.device("meta"))
+    form = blank_state(lowering, home, buffers, NOWHERE)
     translated = translate(
         foreign,
         records_of(form),

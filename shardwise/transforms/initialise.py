@@ -17,6 +17,7 @@ from shardwise.sharding.leaves import Flats
 from shardwise.sharding.lying import local_runs, rectangle
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.movement import Transport
+from shardwise.sharding.tiers import Memories, Tier
 from shardwise.sharding.units import ParamInfo
 
 
@@ -83,25 +84,25 @@ class Shards:
     """Takes whole parameters and keeps this rank's blocks of them, in flat buckets."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], mesh: Mesh, coords: Mapping[str, int], device: torch.device
+        self, buckets: Sequence[Bucket], mesh: Mesh, coords: Mapping[str, int], memories: Memories
     ) -> None:
         self._mesh = mesh
         self._coords = coords
-        self._device = device
+        self._memories = memories
         self.flats: Flats = {}
         self.masters: Flats = {}
         self._targets: dict[str, list[tuple[Tensor, Layout]]] = {}
         for bucket in buckets:
-            self.flats[bucket.name] = self._empty(bucket.params)
+            self.flats[bucket.name] = self._zeros(bucket.params, bucket.rests.params)
             targets = [(self.flats[bucket.name], bucket.params)]
             if bucket.has_master and bucket.opt:
-                self.masters[bucket.name] = self._empty(bucket.opt)
+                self.masters[bucket.name] = self._zeros(bucket.opt, bucket.rests.masters)
                 targets.append((self.masters[bucket.name], bucket.opt))
             for path in bucket.paths:
                 self._targets[path] = targets
 
-    def _empty(self, layout: Layout) -> Tensor:
-        return torch.zeros(layout.length, dtype=layout.dtype, device=self._device)
+    def _zeros(self, layout: Layout, tier: Tier) -> Tensor:
+        return self._memories.zeros(tier, layout.length, layout.dtype)
 
     def put(self, path: str, whole: Tensor) -> None:
         """Keep this rank's blocks of one whole parameter."""
@@ -122,6 +123,6 @@ class Shards:
             cut = Regroup(coarse, fine, self._mesh)
             block = flat[entry.offset : entry.offset + fine.length]
             place = self._mesh.index(layout.axes, self._coords)
-            pairs = cut.own_pieces(0, whole.detach().to(self._device), block, place)
+            pairs = cut.own_pieces(0, whole.detach().to(flat.device), block, place)
             if pairs:
                 copy_all([mine for _, mine in pairs], [part for part, _ in pairs])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from shardwise.transforms.order import registration_order
 from shardwise.transforms.precision import warn_of_lost_updates
 from shardwise.transforms.program import Program
 from shardwise.transforms.regions import Region
+from shardwise.transforms.room import check_budget
 from shardwise.transforms.tensor_layers import Boundary
 from shardwise.transforms.trace import LossFunction, trace
 
@@ -133,6 +135,7 @@ def lower(
     module: nn.Module | None = None,
     count_fn: Callable[[Any], Mapping[str, Any]] | None = None,
     grad_norm: bool = False,
+    budget: Mapping[str, int] | None = None,
 ) -> Lowered:
     """Work out what a step of this plan runs, moves and holds. No process group, no device.
 
@@ -148,8 +151,11 @@ def lower(
             model; needed for a loss of several terms under `accumulate(n)`.
         grad_norm: report the 2-norm of the gradient in every step's metrics, also if the optimizer
             does not clip; 8 bytes per distinct set of mesh axes in one packed reduction.
+        budget: bytes that one rank may hold at its peak, by kind of memory (`device`,
+            `pinned_host`, `disk`); activations count only as far as a batch has shown them.
 
     Raises:
+        PlanError: the plan needs more than its budget.
         LowerError: the module is missing or another one, the optimizer is none of ours, or several
             terms over several micro-batches have no `count_fn`.
         PatternError: a pattern of the optimizer matches no trainable parameter.
@@ -171,6 +177,7 @@ def lower(
     about: dict[str, Any] = {"count_fn": count_fn, "grad_norm": grad_norm}
     lowered = Lowered(plan, loss_fn, optimizer, module, buckets, events, **about)
     if batch is None:
+        check_budget(lowered.memory(), budget)
         return lowered
     device = torch.device("cpu")
     template, precision = make_template(module, plan.infos, device), plan.precision
@@ -179,7 +186,9 @@ def lower(
     bind_buffers(sites, cast_buffers(read_buffers(sites), precision.buffers), ())
     micro = first_micro(batch, plan.accumulation.steps)
     seen = trace(plan, stage, loss_fn, micro, buffers=sites, device=device, staying=lowered.staying)
-    return cast(Lowered, lowered.with_trace(seen, seen.events))
+    traced = cast(Lowered, lowered.with_trace(seen, seen.events))
+    check_budget(traced.memory(), budget)
+    return traced
 
 
 class _Nobody:
@@ -207,6 +216,10 @@ class _Nobody:
     def crosses(self, way: str) -> bool:
         """Nothing does."""
         return False
+
+    def saving(self, path: str) -> Any:
+        """Nothing is saved."""
+        return nullcontext()
 
     def look_up(self, boundary: Boundary, module: nn.Embedding, run: Any, tokens: Any) -> Any:
         """There is nobody to ask."""

@@ -56,7 +56,9 @@ class Lowering:
         written_buffers: buffers that a forward pass changes.
         notes: what could not be found out, and why.
         traced: whether `events` come from a trace.
-        activation_bytes: what a forward pass of one rank's batch saves; None while unknown.
+        activation_bytes: what a forward pass of one rank's batch saves on the device; None while
+            unknown.
+        tier_bytes: what it saves on tiers, by their text.
         forward_flops: of that forward pass; None while unknown.
         recomputation: what recomputed modules change in it; None while unknown.
         terms: names of the loss terms, if there are several; each has its own count.
@@ -81,6 +83,7 @@ class Lowering:
     notes: tuple[str, ...] = ()
     traced: bool = False
     activation_bytes: int | None = None
+    tier_bytes: Mapping[str, int] = field(default_factory=dict)
     forward_flops: int | None = None
     recomputation: Recomputation | None = None
     terms: tuple[str, ...] = ()
@@ -308,6 +311,7 @@ class Lowering:
             notes=notes,
             traced=not seen.note,
             activation_bytes=seen.activation_bytes,
+            tier_bytes=seen.tier_bytes,
             forward_flops=seen.forward_flops,
             recomputation=seen.recomputation,
             calls_dropout=seen.calls_dropout,

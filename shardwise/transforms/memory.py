@@ -14,8 +14,8 @@ transient, and listed by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -24,12 +24,15 @@ from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.collectives import Collective
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.pytree import tree_leaves
+from shardwise.sharding.tiers import DEVICE, Tier
 from shardwise.transforms.bucket_bytes import (
     crossing_bytes,
+    fetch_bytes,
     flies,
     full_bytes,
     grad_bytes,
     issue_bytes,
+    landed_bytes,
     landing_bytes,
     scatter_bytes,
     send_bytes,
@@ -39,6 +42,7 @@ from shardwise.transforms.bucket_bytes import (
 )
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.order import Action, Schedule, Walk, rests_bound
+from shardwise.transforms.tier_memory import Held, held_by_tier
 from shardwise.transforms.update_memory import update_peak
 
 _DISTINCT = 3
@@ -64,6 +68,7 @@ class Memory:
         kept_grads: of the transient, whole gradients that are kept from pass to pass.
         kept_weights: of the transient, gathered weights that are kept likewise.
         kind: memory kind.
+        tiers: what is held in other kinds of memory; all else is about the device.
     """
 
     params: int
@@ -78,6 +83,7 @@ class Memory:
     kept_grads: int = 0
     kept_weights: int = 0
     kind: str = "device"
+    tiers: Mapping[Tier, Held] = field(default_factory=dict)
 
     @property
     def rest_bytes(self) -> int:
@@ -106,6 +112,7 @@ class Memory:
             f"grads {self.grads:,} B, transient {self.transient:,} B{between}, "
             f"activations {activations}"
             + (f" and {self.recompute:,} B while recomputing" if self.recompute else "")
+            + "".join(f"\n  {tier}: {held}" for tier, held in self.tiers.items())
         )
 
 
@@ -115,11 +122,14 @@ def predict_memory(lowering: Lowering) -> Memory:
     opt_leaves = tree_leaves(lowering.stepping.form)
     opt_bytes = sum(leaf.nbytes for leaf in opt_leaves if isinstance(leaf, torch.Tensor))
     per_element = _state_bytes_per_element(opt_leaves, buckets)
-    grads = sum(b.landing.nbytes for b in buckets if b.landing)
+    grads = sum(b.landing.nbytes for b in buckets if b.landing and b.rests.grads == DEVICE)
+    tiers = held_by_tier(lowering)
+    here = [b for b in buckets if b.rests.params == DEVICE]
+    masters = [b for b in buckets if b.has_master and b.rests.masters == DEVICE]
     return Memory(
-        params=sum(b.params.nbytes for b in buckets),
-        master=sum(b.opt.nbytes for b in buckets if b.opt and b.has_master),
-        opt=opt_bytes,
+        params=sum(b.params.nbytes for b in here),
+        master=sum(b.opt.nbytes for b in masters if b.opt),
+        opt=opt_bytes - sum(held.opt for held in tiers.values()),
         grads=grads,
         buffers=_buffer_bytes(lowering),
         padding=sum(_padding(lowering, b, per_element) for b in buckets),
@@ -128,6 +138,7 @@ def predict_memory(lowering: Lowering) -> Memory:
         recompute=lowering.recomputation.peak_bytes if lowering.recomputation else None,
         kept_grads=sum(whole_bytes(b) for b in buckets),
         kept_weights=sum(full_bytes(b) for b in buckets) if lowering.schedule.keeps else 0,
+        tiers=tiers,
     )
 
 
@@ -214,10 +225,11 @@ class _StepWalk:
         self._mesh = lowering.plan.mesh
         self._held: set[str] = set()  # buckets with gradients of an earlier call
         self._flying: dict[str, int] = {}  # bytes that landing frees, by bucket
+        self._fetched: set[str] = set()  # buckets that are on their way from a tier
 
     def forward(self, schedule: Schedule) -> None:
         """Fill units as they are entered, empty them as they are left."""
-        walk = Walk(schedule.forward, schedule.prefetch, self._start)
+        walk = self._along(schedule.forward, schedule)
         for index, action in enumerate(schedule.forward):
             walk.meet(index)
             unit = action.event.unit
@@ -233,7 +245,7 @@ class _StepWalk:
 
         Gradients of weights that are used where they rest come one by one, and are joined at last.
         """
-        walk = Walk(schedule.backward, schedule.prefetch, self._start)
+        walk = self._along(schedule.backward, schedule)
         for index, action in enumerate(schedule.backward):
             walk.meet(index)
             unit = action.event.unit
@@ -289,11 +301,25 @@ class _StepWalk:
     def rest(self) -> None:
         """Bring the landed gradients to the dtype of their home, bucket by bucket."""
         for bucket in chain.from_iterable(self._buckets.values()):
+            if bucket.rests.grads != DEVICE:
+                continue
             if bucket.sums and bucket.landing and bucket.sums.dtype != bucket.landing.dtype:
                 self.level.add(bucket.landing.nbytes)
                 self.level.remove(bucket.sums.nbytes)
 
+    def _along(self, actions: Sequence[Action], schedule: Schedule) -> Walk:
+        ahead = schedule.fetch_ahead
+        return Walk(actions, schedule.prefetch, self._start, fetch=self._fetch, fetch_ahead=ahead)
+
+    def _fetch(self, action: Action) -> None:
+        """A shard is on its way from its tier until its unit is full."""
+        for bucket in self._buckets[action.event.unit]:
+            if bucket.name not in self._fetched:
+                self._fetched.add(bucket.name)
+                self.level.add(fetch_bytes(bucket))
+
     def _start(self, action: Action) -> None:
+        self._fetch(action)
         for bucket in self._buckets[action.event.unit]:
             self.level.add(stack_bytes(bucket) + issue_bytes(bucket))
             self.level.remove(issue_bytes(bucket))
@@ -302,6 +328,9 @@ class _StepWalk:
         for bucket in self._buckets[unit]:
             self.level.add(full_bytes(bucket))
             self.level.remove(stack_bytes(bucket))
+            if bucket.name in self._fetched:
+                self._fetched.remove(bucket.name)
+                self.level.remove(fetch_bytes(bucket))
 
     def _empty(self, unit: str) -> None:
         self.level.remove(sum(full_bytes(b) for b in self._buckets[unit]))
@@ -317,10 +346,10 @@ class _StepWalk:
             level.add(send_bytes(bucket))
             level.remove(whole_bytes(bucket))
             level.add(scatter_bytes(bucket) - send_bytes(bucket))
-            self._scattered(bucket, scatter_bytes(bucket) - landing_bytes(bucket), ends=ends)
-        elif bucket.reduce is not None or not before:
+            self._scattered(bucket, scatter_bytes(bucket) - landed_bytes(bucket), ends=ends)
+        elif bucket.reduce is not None or not before or bucket.rests.grads != DEVICE:
             level.add(scatter_bytes(bucket))
-            left = 0 if before else landing_bytes(bucket)
+            left = 0 if before else landed_bytes(bucket)
             self._scattered(bucket, scatter_bytes(bucket) - left, ends=ends)
         if ends:
             level.add(sum_bytes(bucket, self._mesh))

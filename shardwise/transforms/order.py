@@ -33,6 +33,7 @@ from shardwise.sharding.collectives import Collective, gather_items, reduce_item
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.modules import ROOT
 from shardwise.sharding.plan import Plan
+from shardwise.sharding.tiers import DEVICE
 from shardwise.transforms.crossings import Crossed
 
 CROSS, RECROSS = "cross", "cross again"
@@ -106,6 +107,7 @@ def rests_bound(buckets: Sequence[Bucket]) -> bool:
         and bucket.gather is None
         and bucket.reduce is None
         and not bucket.sum_axes
+        and bucket.rests.grads == DEVICE
         and (bucket.sums is None or bucket.sums.dtype == bucket.params.dtype)
         for bucket in buckets
     )
@@ -160,7 +162,8 @@ def _regions_around(plan: Plan, unit: str) -> tuple[str, ...]:
 class Schedule:
     """All actions of a forward and a backward pass, in the order in which they are met.
 
-    `keeps` tells that weights stay full for the next pass; see [Note: passes].
+    `keeps` tells that weights stay full for the next pass; see [Note: passes]. For `fetch_ahead`
+    gathers more than are in flight, shards are fetched from their tiers.
     """
 
     events: tuple[Event, ...]
@@ -168,6 +171,7 @@ class Schedule:
     backward: tuple[Action, ...]
     prefetch: int
     keeps: bool = False
+    fetch_ahead: int = 0
 
     @cached_property
     def items(self) -> tuple[Collective, ...]:
@@ -192,18 +196,29 @@ class Walk:
         actions: a pass of a `Schedule`.
         prefetch: how many gathers may be in flight beyond the one that is needed.
         start: issues the collectives of one gather.
+        fetch: begins to bring the shards of a later gather from their tier.
+        fetch_ahead: how many gathers beyond those that are in flight are fetched.
     """
 
     def __init__(
-        self, actions: Sequence[Action], prefetch: int, start: Callable[[Action], None]
+        self,
+        actions: Sequence[Action],
+        prefetch: int,
+        start: Callable[[Action], None],
+        *,
+        fetch: Callable[[Action], None] | None = None,
+        fetch_ahead: int = 0,
     ) -> None:
         self.actions = actions
         self.position = 0
         self._gathers = [action for action in actions if action.kind == "gather"]
         self._prefetch = prefetch
         self._start = start
+        self._fetch = fetch
+        self._fetch_ahead = fetch_ahead
         self._met = 0
         self._started = 0
+        self._fetched = 0
 
     def find(self, kind: str, unit: str) -> int | None:
         """Where the next such event is; nearly always the very next one."""
@@ -232,7 +247,15 @@ class Walk:
             while self._started < min(self._met + self._prefetch, len(self._gathers)):
                 self._start(self._gathers[self._started])
                 self._started += 1
+            if self._fetch is not None:
+                self._reach(self._fetch)
         return action
+
+    def _reach(self, fetch: Callable[[Action], None]) -> None:
+        stop = min(self._started + self._fetch_ahead, len(self._gathers))
+        for index in range(max(self._fetched, self._started), stop):
+            fetch(self._gathers[index])
+        self._fetched = max(self._fetched, stop)
 
 
 def issue_order(actions: Sequence[Action], prefetch: int) -> tuple[Collective, ...]:
@@ -309,7 +332,8 @@ def _schedule(
             items = gathers(members, event.unit, "backward")
             backward.append(Action(event, "gather", items))
     keeps = stay and not last
-    return Schedule(events, forward, tuple(backward), plan.prefetch, keeps)
+    ahead = plan.derived.fetch_ahead
+    return Schedule(events, forward, tuple(backward), plan.prefetch, keeps, ahead)
 
 
 def _recomputation(

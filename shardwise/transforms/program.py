@@ -12,21 +12,23 @@ import torch
 
 from shardwise.sharding.beside import Beside
 from shardwise.sharding.collectives import Collective
-from shardwise.sharding.errors import SimulationError, strict_keywords
+from shardwise.sharding.errors import strict_keywords
 from shardwise.sharding.gradients import Grads
 from shardwise.sharding.lifted import Lifted
 from shardwise.sharding.scope import call_site
 from shardwise.sharding.simulation import World
 from shardwise.sharding.state import State
+from shardwise.sharding.tiers import Tier
 from shardwise.transforms.background import Writing
 from shardwise.transforms.carry import FromState
 from shardwise.transforms.desync import agreed, watched
 from shardwise.transforms.importing import FromFiles
 from shardwise.transforms.initialise import FromModule
+from shardwise.transforms.lifting import lifted, same, unzip
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.metrics import Metrics
-from shardwise.transforms.micro import MicroBatches
 from shardwise.transforms.module_init import InitModule
+from shardwise.transforms.moving import move_state
 from shardwise.transforms.rank_program import RankProgram
 from shardwise.transforms.restoring import FromCheckpoint, from_checkpoint
 from shardwise.transforms.saving import absolute
@@ -79,7 +81,7 @@ class Program:
             InitError: parameters or buffers that no init touched, or that the module lacks.
             StateError: the state that is carried over is of another model or optimizer.
         """
-        if init is not None and isinstance(_same(source), FromModule | FromState):
+        if init is not None and isinstance(same(source), FromModule | FromState):
             warnings.warn("init= has no effect: this source has all values.", stacklevel=3)
 
         def run(rank: RankProgram, source: Any) -> State:
@@ -116,10 +118,10 @@ class Program:
                 state.consume(f"step {int(given.count)} at {site}")
             return result
 
-        new, metrics = _unzip(self._each(run, state, batch))
-        metrics = _same(metrics)
+        new, metrics = unzip(self._each(run, state, batch))
+        metrics = same(metrics)
         if not metrics.applied:
-            _warn_of_skips(_same(new), metrics.reason)
+            _warn_of_skips(same(new), metrics.reason)
         return new, metrics
 
     def grads(self, state: State, batch: Any) -> tuple[Grads, Metrics]:
@@ -128,8 +130,8 @@ class Program:
         def run(rank: RankProgram, state: State, batch: Any) -> tuple[Grads, Metrics]:
             return _call(rank, "grads", state, lambda: rank.grads(state, batch))
 
-        grads, metrics = _unzip(self._each(run, state, batch))
-        return grads, _same(metrics)
+        grads, metrics = unzip(self._each(run, state, batch))
+        return grads, same(metrics)
 
     @strict_keywords
     def update(self, state: State, grads: Grads, *, donate: bool = True) -> State:
@@ -149,9 +151,9 @@ class Program:
                 state.consume(f"update {int(given.count)} at {site}")
             return result, fault
 
-        new, fault = _unzip(self._each(run, state, grads))
-        if _same(fault):
-            _warn_of_skips(_same(new), _same(fault))
+        new, fault = unzip(self._each(run, state, grads))
+        if same(fault):
+            _warn_of_skips(same(new), same(fault))
         return new
 
     def eval(self, state: State, batch: Any) -> Metrics:
@@ -165,7 +167,32 @@ class Program:
         def run(rank: RankProgram, state: State, batch: Any) -> Metrics:
             return _call(rank, "eval", state, lambda: rank.evaluate(state, batch))
 
-        return _same(self._each(run, state, batch))
+        return same(self._each(run, state, batch))
+
+    @strict_keywords
+    def move(self, state: State, to: str | Tier | None = None) -> State:
+        """The whole state on another tier, to free the device between phases, or back again.
+
+        No step takes a state that is away; `save` and `from_state` do.
+
+        Args:
+            state: consumed.
+            to: `"pinned_host"`, `disk(path)` or `"device"`; None: where the plan says.
+
+        Raises:
+            OffloadError: a tier cannot hold it; on every rank, and the state stays usable.
+
+        >>> # state = program.move(state, "pinned_host")   # generate with another program
+        >>> # state = program.move(state)                  # and train again
+        """
+        site, tier = call_site(), to if isinstance(to, Tier | None) else Tier.parse(to)
+
+        def run(rank: RankProgram, state: State) -> State:
+            about: dict[str, Any] = {"to": tier, "call": f"move to {tier or 'the plan'} at {site}"}
+            place = (rank.home, rank.lowering, rank.mover.transport)
+            return _call(rank, "move", state, lambda: move_state(state, *place, **about))
+
+        return self._each(run, state)
 
     @strict_keywords
     def save(self, path: str | os.PathLike[str], state: State, *, overwrite: bool = False) -> None:
@@ -230,7 +257,7 @@ class Program:
 
             return _call(rank, "save_async", state, save)
 
-        thread = _same(self._each(run, state))
+        thread = same(self._each(run, state))
         held = self._ranks[0].background.copy_bytes
         return Writing(str(absolute(path)), time.perf_counter() - start, held, thread)
 
@@ -272,7 +299,7 @@ class Program:
         def run(rank: RankProgram, value: Any) -> bool:
             return _call(rank, "agree", None, lambda: rank.agree(bool(value)))
 
-        return _same(self._each(run, value))
+        return same(self._each(run, value))
 
     def shard_batch(self, batch: Any, *, uneven: str = "split", weight: str = "weight") -> Any:
         """This rank's part of a global batch: dimension 0 of every tensor, in `plan.batch` order.
@@ -304,9 +331,9 @@ class Program:
             # What is made in inference mode could never be trained; new threads are not in it.
             with torch.inference_mode(False):
                 return run(self._ranks[0], *args)
-        lifted = [_lifted(arg, len(self._ranks)) for arg in args]
+        parts = [lifted(arg, len(self._ranks)) for arg in args]
         return Lifted(
-            self._world.run(lambda rank: run(self._ranks[rank], *(a.ranks[rank] for a in lifted)))
+            self._world.run(lambda rank: run(self._ranks[rank], *(a.ranks[rank] for a in parts)))
         )
 
 
@@ -361,36 +388,3 @@ def _warn_of_skips(state: State, reason: str) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
-
-
-def _unzip(pair: Any) -> tuple[Any, Any]:
-    return (pair[0], pair[1])
-
-
-def _same(result: Any) -> Any:
-    """What is equal on all ranks, once."""
-    return result.ranks[0] if isinstance(result, Lifted) else result
-
-
-def _lifted(arg: Any, ranks: int) -> Lifted:
-    """Each rank's part of an argument; of micro-batches that are lifted, each rank's own ones."""
-    if isinstance(arg, Lifted):
-        if len(arg.ranks) != ranks:
-            raise _other_size(arg, ranks)
-        return arg
-    if isinstance(arg, MicroBatches):
-        parts = [_lifted(one, ranks).ranks for one in arg]
-        own = ([part[rank] for part in parts if part[rank] is not None] for rank in range(ranks))
-        return Lifted([MicroBatches(batches) for batches in own])
-    return Lifted([arg] * ranks)
-
-
-def _other_size(arg: Lifted, ranks: int) -> SimulationError:
-    return SimulationError(
-        f"A lifted value of {len(arg.ranks)} ranks was passed to a program on {ranks}.",
-        where=f"the argument {arg!r}",
-        why="A lifted value has one part for every rank of the mesh that made it.",
-        fix="pass what this program, or one on a mesh of as many ranks, has returned",
-        has=len(arg.ranks),
-        needs=ranks,
-    )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.offload.store import Store
 from shardwise.optim.loss_scale import next_divisor, next_loss_scale
 from shardwise.optim.norms import Norm
 from shardwise.sharding.collectives import packed_items
@@ -18,6 +19,7 @@ from shardwise.sharding.functional import Template, make_template
 from shardwise.sharding.gradients import Grads, rest_gradients
 from shardwise.sharding.movement import Mover, Transport, packed_sum
 from shardwise.sharding.state import Life, State, adopt
+from shardwise.transforms.acts import keep_saved_values
 from shardwise.transforms.background import Background
 from shardwise.transforms.binding import Stage
 from shardwise.transforms.buffer_sync import Sites, average_buffers, find_buffers, read_buffers
@@ -34,14 +36,16 @@ from shardwise.transforms.initialise import FromModule
 from shardwise.transforms.loss import Loss, Mean, bad_count, no_gradient
 from shardwise.transforms.lowering import FIXED_SCALARS, Lowering
 from shardwise.transforms.make_home import make_home
-from shardwise.transforms.memory import first_backward_bytes
+from shardwise.transforms.memory import first_backward_bytes, predict_memory
 from shardwise.transforms.metrics import Metrics, read_metrics
 from shardwise.transforms.module_init import InitModule
+from shardwise.transforms.moving import check_in_place
 from shardwise.transforms.norms import group_norms, whole_norm
 from shardwise.transforms.order import Event
 from shardwise.transforms.passes import Passes, loss_multiplier
 from shardwise.transforms.resharding import Origin
 from shardwise.transforms.restoring import FromCheckpoint
+from shardwise.transforms.room import check_room
 from shardwise.transforms.runtime import Engine
 from shardwise.transforms.saving import Saver
 from shardwise.transforms.scalars import changed_metrics, check_counts, other_metrics, pack_scalars
@@ -83,7 +87,8 @@ class RankProgram:
         self.template = make_template(lowering.module, plan.infos, device)
         self.buffer_sites = find_buffers(self.template.module)
         self._buffers = read_buffers(self.buffer_sites)
-        units = _make_units(lowering, self.template, self.mover, device)
+        self.store = Store(device, rank=rank, debug=debug)
+        units = _make_units(lowering, self.template, self.mover, self.store)
         self.engine = Engine(units, self.mover)
         casts = plan.precision.casts
         self.stage = Stage(
@@ -95,10 +100,12 @@ class RankProgram:
             tensor_plan=plan,
             bound={name for name, unit in units.items() if unit.rests_bound},
         )
+        keep_saved_values(plan.acts, self.engine, self.stage, self.store)
         origin = Origin(lowering, transport, device)
-        self.home = replace(make_home(lowering, rank, device_mesh), origin=origin)
+        home = make_home(lowering, rank, device_mesh)
+        self.home = replace(home, origin=origin, memories=self.store)
         self.saver = Saver(plan, self.home, self.mover, device)
-        self.background = Background(self.saver, self.mover, device)
+        self.background = Background(self.saver, self.mover, self.store)
         self.starter = Starter(
             self.template,
             self.home,
@@ -134,7 +141,9 @@ class RankProgram:
             InitError: some value is missing; every rank raises.
             StateError: the state that is carried does not fit; every rank raises.
             RankError: an init failed on another rank.
+            OffloadError: a tier cannot hold the state; every rank raises.
         """
+        check_room(predict_memory(self.lowering), self.store, self.mover.transport)
         return self.starter.init(self.lowering, source, seed, init)
 
     # -- step -------------------------------------------------------------------------------
@@ -142,7 +151,7 @@ class RankProgram:
     def grads(self, state: State, batch: Any) -> tuple[Grads, Metrics]:
         """Normalised gradients, the buffers after forward, and metrics."""
         self.home.check(state.home, "state")
-        state = adopt(state)
+        state = check_in_place(adopt(state))
         self._settle(batch, steps=self.lowering.plan.accumulation.steps)
         self.mover.begin(self.lowering.pass_items)
         done = self.passes.train(self.lowering, state, batch)
@@ -172,7 +181,7 @@ class RankProgram:
         # A loss of several terms was divided by their counts before backward.
         elements = 1.0 if self.lowering.terms else values[1]
         factor = 1.0 / (elements * loss_multiplier(self.lowering, state))
-        rest_gradients(self.lowering.all_buckets, landed, factor)
+        rest_gradients(self.lowering.all_buckets, landed, factor, self.store)
         fault = agree_on_range(self.mover, self.lowering, landed, self.device, fault)
         metrics = read_metrics(
             self.lowering,
@@ -202,7 +211,7 @@ class RankProgram:
             LossScaleError: the step would be skipped at the minimum of the loss scale.
         """
         self.home.check(state.home, "state")
-        state = adopt(state)
+        state = check_in_place(adopt(state))
         self.home.check(grads.home, "set of gradients")
         self.mover.begin(())
         grads = checked_grads(self.mover, self.lowering, grads, self.device)
@@ -215,7 +224,12 @@ class RankProgram:
         self.mover.expect(self.lowering.update_items)
         try:
             opt_flats, norms = run_update(
-                self.mover, self.lowering, state, grads, reuse_grads=reuse_grads
+                self.mover,
+                self.lowering,
+                state,
+                grads,
+                store=self.store,
+                reuse_grads=reuse_grads,
             )
             self.mover.end()
         except BaseException:
@@ -244,7 +258,7 @@ class RankProgram:
     def evaluate(self, state: State, batch: Any) -> Metrics:
         """The loss without gradients, in eval mode."""
         self.home.check(state.home, "state")
-        state = adopt(state)
+        state = check_in_place(adopt(state))
         self._settle(batch, steps=1)
         self.mover.begin(self.lowering.schedule.forward_items + self.lowering.count_items)
         loss, failure = self.passes.evaluate(self.lowering, state, batch)
@@ -368,7 +382,7 @@ class RankProgram:
 
 
 def _make_units(
-    lowering: Lowering, template: Template, mover: Mover, device: torch.device
+    lowering: Lowering, template: Template, mover: Mover, store: Store
 ) -> dict[str, UnitRuntime]:
     return {
         unit.name: UnitRuntime(
@@ -377,7 +391,8 @@ def _make_units(
             buckets=lowering.buckets[unit.name],
             template=template,
             mover=mover,
-            device=device,
+            device=store.device,
+            store=store,
         )
         for unit in lowering.plan.units
     }

@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from shardwise.sharding.checkpoint.latest import Latest, latest
 from shardwise.sharding.checkpoint.records import Record, records_of
 from shardwise.sharding.checkpoint.stores import Copy, Spread, newest_whole
 from shardwise.sharding.errors import CheckpointError
 from shardwise.sharding.lifted import Lifted
 from shardwise.sharding.state import State
+from shardwise.sharding.tiers import NOWHERE
 from shardwise.transforms.casts import cast_buffers
 from shardwise.transforms.filling import blank_state
 from shardwise.transforms.peers import PeerCopies
@@ -147,7 +146,7 @@ def _layouts(rank: RankProgram) -> Sequence[Record]:
     """The records of a state that takes no memory."""
     lowering = rank.lowering
     buffers = cast_buffers(dict(lowering.module.named_buffers()), lowering.plan.precision.buffers)
-    return records_of(blank_state(lowering, rank.home, buffers, torch.device("meta")))
+    return records_of(blank_state(lowering, rank.home, buffers, NOWHERE))
 
 
 def _skipped(step: int, why: str) -> str:

@@ -25,8 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from shardwise.offload.saved import Group, Keeper
 from shardwise.sharding.derived import Remat
 from shardwise.sharding.pytree import tree_flatten, tree_unflatten
+from shardwise.sharding.tiers import Tier
 from shardwise.transforms.outputs import is_cache, place, replace_tensors
 from shardwise.transforms.replaying import Kept, Recording, Replaying, aside
 
@@ -70,12 +72,20 @@ class Region:
         self.spans = spans
         self.forward: Callable[..., Any] = module.forward
         self.written: frozenset[str] = frozenset()
+        self.keeper: Keeper | None = None
         self._buffers = [
             _Buffer(buffers[id(value)], child._buffers, key)
             for child in module.modules()
             for key, value in child._buffers.items()
             if value is not None
         ]
+
+    def kept(self) -> Kept:
+        """What takes the values that one call keeps."""
+        if self.keeper is None or not self.policy.tier:
+            return Kept(self.name)
+        # Their recomputations come one after the other, the last one first.
+        return Kept(self.name, Group(self.keeper, Tier.parse(self.policy.tier), prefetch=1))
 
     @property
     def keeps_values(self) -> bool:
@@ -183,7 +193,7 @@ def _checkpoint_now(region: Region, run: _Run, tensors: list[Tensor]) -> Any:
     if not region.keeps_values:
         return checkpoint(run, *tensors, use_reentrant=False)
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
-    kept = Kept(region.name)
+    kept = region.kept()
 
     def modes() -> tuple[Recording, Replaying]:
         return Recording(kept, region.policy, device), Replaying(kept, region.policy, device)

@@ -11,6 +11,7 @@ name, so a plan stays data:
 - `save(names)`: what the module marks with `name(x, "attn_out")` is kept, and the operation that
   made it does not run again; everything else does. A mark keeps the whole result of that
   operation, also where `x` is a view of a part of it.
+- `offload_to(tier, names)`: the same, and what is kept waits for backward on a tier.
 - `"nothing"`: undoes an earlier `remat` of the module.
 
 Exact in any case: random streams are set back, buffers are those that forward has read and are
@@ -22,6 +23,7 @@ gather of each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -30,6 +32,7 @@ from shardwise.sharding.edits import REMAT_POLICIES, RematEdit
 from shardwise.sharding.errors import PlanError, strict_keywords
 from shardwise.sharding.plan import Plan, Transform, named
 from shardwise.sharding.scope import call_site
+from shardwise.sharding.tiers import DEVICE, Tier
 from shardwise.sharding.tree import Where
 from shardwise.transforms.replaying import recordings
 
@@ -44,7 +47,8 @@ def remat(where: Where, policy: str | Remat = "everything") -> Transform:
     Args:
         where: which modules, by their own path (`"layers.*"`, not what lies below); `""` is the
             model itself. Modules inside of each other are all recomputed, inner ones twice.
-        policy: `"everything"`, `"dots"`, `save("attn_out", ...)`, or `"nothing"`.
+        policy: `"everything"`, `"dots"`, `save("attn_out", ...)`,
+            `offload_to("pinned_host", "attn_out", ...)`, or `"nothing"`.
 
     Raises:
         PlanError: an unknown policy.
@@ -59,20 +63,20 @@ def remat(where: Where, policy: str | Remat = "everything") -> Transform:
     if not isinstance(policy, str | Remat):
         raise _no_policy(policy)
     chosen = policy if isinstance(policy, Remat) else Remat(policy)
-    shown = _call(chosen.names) if chosen.names else repr(chosen.policy)
+    shown = _shown(chosen)
     place = getattr(where, "__name__", "predicate") if callable(where) else repr(where)
     by = f"remat({place})" if chosen.policy == "everything" else f"remat({place}, {shown})"
     site = call_site()
-    RematEdit(modules=("",), policy=chosen.policy, names=chosen.names, by=by)
+    about: dict[str, Any] = {
+        "policy": chosen.policy,
+        "names": chosen.names,
+        "tier": chosen.tier,
+        "by": by,
+    }
+    RematEdit(modules=("",), **about)
 
     def apply(plan: Plan) -> Plan:
-        edit = RematEdit(
-            modules=plan.module_patterns(where),
-            policy=chosen.policy,
-            names=chosen.names,
-            by=by,
-        )
-        return plan.edit(edit, site=site)
+        return plan.edit(RematEdit(modules=plan.module_patterns(where), **about), site=site)
 
     return named(apply, by)
 
@@ -100,6 +104,36 @@ def save(*names: str) -> Remat:
             names=names,
         )
     return Remat("save", tuple(sorted(set(names))))
+
+
+def offload_to(to: str | Tier, *names: str) -> Remat:
+    """The policy that keeps what `name` marks on a tier, and recomputes everything else.
+
+    Costs a copy of what is kept to the tier in forward and one back before the recomputation, which
+    is begun when that of the module after it is reached.
+
+    Args:
+        to: `"pinned_host"` or `disk(path)`.
+        names: as given to `name`.
+
+    Raises:
+        PlanError: an unknown tier, no name, or one that is no string.
+
+    >>> print(offload_to("pinned_host", "attn_out"))
+    offload attn_out on pinned_host
+    """
+    kept, tier = save(*names), to if isinstance(to, Tier) else Tier.parse(to)
+    return Remat("save" if tier == DEVICE else "offload", kept.names, _text(tier))
+
+
+def _text(tier: Tier) -> str:
+    return "" if tier == DEVICE else str(tier)
+
+
+def _shown(policy: Remat) -> str:
+    if policy.tier:
+        return f"offload_to({', '.join(map(repr, (policy.tier, *policy.names)))})"
+    return _call(policy.names) if policy.names else repr(policy.policy)
 
 
 def name(x: Tensor, label: str, /) -> Tensor:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.offload.saved import Group, Saved
 from shardwise.sharding.compat import (
     StorageWeakRef,
     TorchDispatchMode,
@@ -89,10 +90,16 @@ class _Made:
 
 
 class Kept:
-    """The values that one call of a module keeps for its recomputation."""
+    """The values that one call of a module keeps for its recomputation.
 
-    def __init__(self, module: str) -> None:
+    Args:
+        module: its path.
+        group: puts them on a tier when the module has ended; None: they stay.
+    """
+
+    def __init__(self, module: str, group: Group | None = None) -> None:
         self.module = module
+        self._group = group
         self.made: dict[Key, _Made] = {}
         self._by_storage: dict[int, list[_Made]] = {}
 
@@ -120,13 +127,23 @@ class Kept:
     def close(self) -> None:
         """The module has ended: from now on nobody may write what is kept."""
         for made in self.made.values():
+            if self._group is not None:
+                made.results = _map(made.results, self._put)
             made.versions = tuple(tensor._version for tensor in made.tensors)
+
+    def _put(self, tensor: Tensor) -> Any:
+        assert self._group is not None
+        saved = self._group.save(tensor)
+        return tensor if saved is None else saved
 
     def check(self, made: _Made) -> None:
         """Raise if a kept value has been written since."""
         for tensor, version in zip(made.tensors, made.versions, strict=True):
             if tensor._version != version:
                 raise _written(self.module, made.key, tensor, tensor._version - version)
+        for saved in _saved(made.results):
+            if saved.times_written:
+                raise _written(self.module, made.key, saved.take(), saved.times_written)
 
 
 class _Mode(TorchDispatchMode, ABC):
@@ -246,10 +263,11 @@ class Replaying(_Mode):
         self.kept.check(made)
         if made.rng:
             _set_generator_states(made.rng, self._device)
+        results = _back(made.results)
         if not made.writes:
-            return _map(made.results, detached)
+            return _map(results, detached)
         (target,) = written
-        target.copy_(made.results)
+        target.copy_(results)
         return target if func._schema.returns else None
 
 
@@ -293,7 +311,25 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def _saved(value: Any) -> Iterator[Saved]:
+    """Results that are on a tier."""
+    if isinstance(value, Saved):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _saved(part)
+
+
+def _back(value: Any) -> Any:
+    """Results as the operation gave them, wherever they have waited."""
+    if isinstance(value, Saved):
+        return value.take()
+    if isinstance(value, list | tuple):
+        return type(value)(map(_back, value))
+    return value
+
+
+def _map(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, list | tuple):

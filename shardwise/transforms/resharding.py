@@ -30,6 +30,7 @@ from shardwise.sharding.movement import Mover, Transport
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.simulation import Simulated
 from shardwise.sharding.state import State, adopt
+from shardwise.sharding.tiers import NOWHERE
 from shardwise.transforms.carry import Carried, FromState, carry_state
 from shardwise.transforms.casts import cast_buffers
 from shardwise.transforms.desync import watched
@@ -159,7 +160,7 @@ def resharding(state: State, lowering: Lowering) -> Resharding:
     buffers = cast_buffers(named, lowering.plan.precision.buffers)
     home = home_without_job(lowering, rank)
     old = records_of(state)
-    new = records_of(blank_state(lowering, home, buffers, torch.device("meta")))
+    new = records_of(blank_state(lowering, home, buffers, NOWHERE))
     return Resharding(
         rank=rank,
         sent_bytes=sum(item.nbytes for item in carried.items),

@@ -41,6 +41,7 @@ from shardwise.sharding.lifted import Lifted
 from shardwise.sharding.movement import Mover, Transport
 from shardwise.sharding.plan import Plan
 from shardwise.sharding.state import State
+from shardwise.sharding.tiers import NOWHERE
 from shardwise.transforms.carry import kept_of_scaling
 from shardwise.transforms.casts import cast_buffers
 from shardwise.transforms.filling import blank_state, fill, read_bytes
@@ -180,7 +181,7 @@ def restore_state(
         state = initial(seed or 0)
     else:
         is_filled = not (match.matched.fresh or match.matched.kept)
-        state = blank_state(lowering, home, buffers, device, is_filled=is_filled)
+        state = blank_state(lowering, home, buffers, home.memories, is_filled=is_filled)
     faults: tuple[str, ...] = ()
     try:
         state = with_values(state, match.matched.values)
@@ -221,9 +222,7 @@ def _match(source: FromCheckpoint, manifest: Manifest, lowering: Lowering, home:
     plan = lowering.plan
     saved = Plan.from_json(manifest.plan) if manifest.plan else None
     named = dict(lowering.module.named_buffers())
-    form = blank_state(
-        lowering, home, cast_buffers(named, plan.precision.buffers), torch.device("meta")
-    )
+    form = blank_state(lowering, home, cast_buffers(named, plan.precision.buffers), NOWHERE)
     records = records_of(form)
     matched = match_state(
         records,

@@ -54,37 +54,45 @@ class Rounding:
     mesh: Mesh
     coords: Mapping[str, int]
 
-    def flat(self, values: Tensor, layout: Layout, dtype: torch.dtype, what: str) -> Tensor:
-        """A flat buffer in 16 bits.
+    def flat(
+        self,
+        values: Tensor,
+        layout: Layout,
+        dtype: torch.dtype,
+        what: str,
+        *,
+        span: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """A flat buffer, or a part of it, in 16 bits.
 
         Args:
             values: in a wider dtype.
-            layout: says which elements of which tensors they are.
+            layout: says which elements of which tensors the whole buffer has.
             dtype: to round to.
             what: is rounded; other things have other noise.
+            span: which elements of the buffer `values` are; default: all.
         """
-        out = torch.zeros(layout.length, dtype=dtype, device=values.device)
-        place = self.mesh.index(layout.axes, self.coords)
+        out = torch.zeros(values.numel(), dtype=dtype, device=values.device)
+        begin, end = span or (0, layout.length)
         for entry in layout.entries:
             noise = key(self.seed, self.step, "round", what, entry.path)
-            rows = entry.block[entry.dim] if layout.axes else 0
-            for first, last in _pieces(entry.numel):
-                span = (first, last)
-                if entry.frame is not None:
-                    runs = local_runs(entry, layout, self.mesh, self.coords)
-                    index = _framed_index(entry, runs, span, values.device)
-                else:
-                    index = global_index(
-                        entry.shape,
-                        entry.block,
-                        entry.dim,
-                        place * rows,
-                        span=span,
-                        device=values.device,
-                    )
-                part = slice(entry.offset + first, entry.offset + last)
+            lowest, highest = max(begin - entry.offset, 0), min(end - entry.offset, entry.numel)
+            for first, last in _pieces(lowest, highest):
+                index = self._index(entry, layout, (first, last), values.device)
+                part = slice(entry.offset + first - begin, entry.offset + last - begin)
                 out[part] = stochastic_round(values[part].float(), dtype, noise, index)
         return out
+
+    def _index(
+        self, entry: Entry, layout: Layout, span: tuple[int, int], device: torch.device
+    ) -> Tensor:
+        """Where some elements of a block are in the whole tensor."""
+        if entry.frame is not None:
+            runs = local_runs(entry, layout, self.mesh, self.coords)
+            return _framed_index(entry, runs, span, device)
+        first = self.mesh.index(layout.axes, self.coords) if layout.axes else 0
+        rows = first * entry.block[entry.dim] if layout.axes else 0
+        return global_index(entry.shape, entry.block, entry.dim, rows, span=span, device=device)
 
     def whole(self, value: Tensor, dtype: torch.dtype, path: str, what: str) -> Tensor:
         """A tensor that is whole on every rank, in 16 bits."""
@@ -188,14 +196,16 @@ def _is_narrow(group: Group) -> bool:
 def _narrow_keys(stepping: Stepping) -> Iterator[tuple[str, Group]]:
     """Keys of state that may rest in 16 bits, with their groups."""
     for group in filter(_is_narrow, stepping.groups):
+        if group in stepping.streamed:  # widened chunk by chunk
+            continue
         yield group.key, group
         if group.couples != "element":
             yield from ((path, group) for path in group.paths)
 
 
-def _pieces(count: int) -> Iterator[tuple[int, int]]:
-    for first in range(0, count, _PIECE_ELEMENTS):
-        yield first, min(first + _PIECE_ELEMENTS, count)
+def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    for first in range(start, stop, _PIECE_ELEMENTS):
+        yield first, min(first + _PIECE_ELEMENTS, stop)
 
 
 def widened_bytes(stepping: Stepping) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from shardwise.transforms.crosser import StepCrosser
 from shardwise.transforms.order import CROSS, RECROSS, Action, Schedule, Walk, call_of
 from shardwise.transforms.outputs import place, replace_tensors
 from shardwise.transforms.regions import Region, checkpointed
-from shardwise.transforms.unit_runtime import Call, UnitRuntime
+from shardwise.transforms.unit_runtime import Call, UnitRuntime, walk_along
 
 
 class Engine:
@@ -35,12 +35,13 @@ class Engine:
         self.mover = mover
         self.crosser = StepCrosser(mover, phase=lambda: self.phase, meet=self._meet_crossing)
         self.cross, self.look_up = self.crosser.cross, self.crosser.look_up
+        self.saving: Callable[[str], AbstractContextManager[Any]] = lambda path: nullcontext()
         self.phase = "idle"
         self.used: set[str] = set()
         self._tokens: list[Tensor] = []
         self._bound = BoundUnits(units.values())
         self._calls: list[Call] = []
-        self._walk = Walk((), 0, self._start)
+        self._walk = Walk((), 0, lambda action: None)
         self._schedule: Schedule | None = None
         self._is_open = False
         self._reopened: dict[str, int] = {}
@@ -69,7 +70,7 @@ class Engine:
         self._bound.bind(self.used, grad=phase == "train")
         self.phase = phase
         self._schedule = schedule
-        self._walk = Walk(schedule.forward, schedule.prefetch, self._start)
+        self._walk = walk_along(schedule.forward, schedule, self.units)
         self._num_calls.clear()
         if not self.units[""].rests_bound:
             self.enter("")
@@ -87,7 +88,7 @@ class Engine:
             return total
         assert self._schedule is not None
         self.phase = "backward"
-        self._walk = Walk(self._schedule.backward, self._schedule.prefetch, self._start)
+        self._walk = walk_along(self._schedule.backward, self._schedule, self.units)
         return Join.apply(total, *self._tokens) if self._tokens else total
 
     def backward(self, loss: Tensor) -> None:
@@ -355,9 +356,6 @@ class Engine:
         return output
 
     # -- the list ---------------------------------------------------------------------------
-
-    def _start(self, action: Action) -> None:
-        self.units[action.event.unit].start(action.items)
 
     def _turn(self, kind: str, unit: UnitRuntime) -> int | None:
         """Index of the event, None if it moves nothing; an error if its turn has passed."""

@@ -69,7 +69,7 @@ class Starter:
         if isinstance(source, FromState | FromCheckpoint | FromFiles):
             return self._taken(lowering, source, seed, init)
         plan = lowering.plan
-        shards = Shards(lowering.all_buckets, plan.mesh, self._mover.coords, self._device)
+        shards = Shards(lowering.all_buckets, plan.mesh, self._mover.coords, self._home.memories)
         seed = self._agree_seed(seed if seed is not None else source)
         bind_buffers(self._sites, self._buffers, tuple(self._buffers))
         failure = Failure()
@@ -126,7 +126,7 @@ class Starter:
             self._home,
             flats=shards.flats,
             masters=shards.masters,
-            opt=init_opt(lowering.stepping, self._mover.coords, self._device),
+            opt=init_opt(lowering.stepping, self._mover.coords, self._home.memories),
             buffers=buffers,
             seed=seed,
         )

@@ -7,11 +7,14 @@ tensors never rest, and only one group is whole at a time, each group has a call
 tensor's step depends on its own tensors and on what all tensors share (the count of steps, the
 rate, a factor), so each call starts from copies of the shared leaves, and those that the last call
 leaves are kept. A transform that couples the whole tree gets one call with everything.
+
+Groups whose state rests off the device are stepped on the host, in calls of their own; those with
+state on disk are streamed through in chunks, each of them one more call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,18 +22,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.optim.base import GradientTransform, apply_in_place
-from shardwise.sharding.assembling import Assembly, assembly_items, own_tiles, run_assembly
+from shardwise.optim.base import GradientTransform
+from shardwise.sharding.assembling import Assembly, assembly_items, own_tiles
 from shardwise.sharding.buckets import Bucket, Group, Route
 from shardwise.sharding.collectives import Collective
 from shardwise.sharding.compat import copy_all
 from shardwise.sharding.layout import Regroup
 from shardwise.sharding.leaves import Flats
 from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.movement import Mover
 from shardwise.sharding.opt_state import is_over, resting_keys, split
-from shardwise.sharding.pytree import tree_map, tree_unflatten
-from shardwise.sharding.redistribute import own_part, route_items, run_route
+from shardwise.sharding.pytree import tree_map
+from shardwise.sharding.redistribute import route_items
+from shardwise.sharding.tiers import DEVICE, NOWHERE, Memories
 
 Call = tuple[Group, ...]
 Place = Mapping[str, int]
@@ -81,11 +84,6 @@ class Stepping:
     mesh: Mesh
 
     @cached_property
-    def is_elementwise(self) -> bool:
-        """Whether nothing must be seen whole."""
-        return all(group.couples == "element" for group in self.groups)
-
-    @cached_property
     def keys(self) -> frozenset[str]:
         """Keys of dicts over parameters inside the optimizer state."""
         return resting_keys(self.groups)
@@ -93,17 +91,34 @@ class Stepping:
     @cached_property
     def calls(self) -> tuple[Call, ...]:
         """The groups of each call; see [Note: a step in several calls]."""
-        if self.is_elementwise or any(group.couples == "tree" for group in self.groups):
-            return (self.groups,)
-        cut = tuple(group for group in self.groups if group.couples == "element")
-        whole = [(group,) for group in self.groups if group.couples != "element"]
-        return (cut, *whole) if cut else tuple(whole)
+        if self.couples_all:
+            return (self.groups,) if self.groups else ()
+        cut = [g for g in self.groups if g.couples == "element" and not g.is_streamed]
+        here = tuple(group for group in cut if not group.on_host)
+        hosted = tuple(group for group in cut if group.on_host)
+        alone = [(group,) for group in self.groups if group.couples != "element"]
+        return tuple(call for call in (here, hosted, *alone) if call)
+
+    @cached_property
+    def streamed(self) -> tuple[Group, ...]:
+        """Groups that are stepped in chunks, each chunk in a call of its own."""
+        return () if self.couples_all else tuple(g for g in self.groups if g.is_streamed)
+
+    @cached_property
+    def couples_all(self) -> bool:
+        """Whether the optimizer must see the whole tree."""
+        return any(group.couples == "tree" for group in self.groups)
+
+    @cached_property
+    def sees_rest(self) -> bool:
+        """Whether the optimizer works on what rests on the device, in one call."""
+        return all(group.couples == "element" and group.is_here for group in self.groups)
 
     @cached_property
     def form(self) -> Any:
         """The optimizer state on the meta device."""
         first = dict.fromkeys(self.mesh.names, 0)
-        return init_opt(self, first, torch.device("meta"))
+        return init_opt(self, first, NOWHERE)
 
     @cached_property
     def gathers(self) -> tuple[Gathering, ...]:
@@ -147,30 +162,33 @@ def make_stepping(optimizer: GradientTransform, buckets: Sequence[Bucket], mesh:
     return Stepping(optimizer, groups, mesh)
 
 
-def init_opt(stepping: Stepping, place: Place, device: torch.device) -> Any:
+def init_opt(stepping: Stepping, place: Place, memories: Memories) -> Any:
     """A fresh optimizer state at rest.
 
     Args:
         stepping: the optimizer and its groups.
         place: coordinates of this rank.
-        device: where tensors live.
+        memories: what allocates.
     """
     merged: Any = None
-    for number, call in enumerate(stepping.calls):
+    calls = (*stepping.calls, *((group,) for group in stepping.streamed))
+    for number, call in enumerate(calls or ((),)):
         params: Flats = {}
         for group in call:
-            dtype = group.layout.dtype
+            dtype, device = group.layout.dtype, memories.host(group.rests.moments)
             if group.couples == "element":
                 params[group.key] = torch.empty(group.layout.length, dtype=dtype, device=device)
             else:
                 for entry in group.layout.entries:
                     params[entry.path] = torch.empty(entry.whole, dtype=dtype, device=device)
         state = stepping.optimizer.init(params)
-        if stepping.is_elementwise:
+        if stepping.sees_rest:
             return state
 
         def resting(value: Any, call: Call = call, over: Flats = params) -> Any:
-            return _at_rest(stepping, call, value, place) if is_over(value, over) else value
+            if not is_over(value, over):
+                return value
+            return _stowed(_at_rest(stepping, call, value, place), call, memories)
 
         def is_leaf(value: Any, over: Flats = params) -> bool:
             return is_over(value, over)
@@ -178,6 +196,15 @@ def init_opt(stepping: Stepping, place: Place, device: torch.device) -> Any:
         state = tree_map(resting, state, is_leaf=is_leaf)
         merged = _merged(merged, state, stepping.keys) if number else state
     return merged
+
+
+def _stowed(values: Flats, call: Call, memories: Memories) -> Flats:
+    """Flat tensors, each on the tier of its group."""
+    tiers = {group.key: group.rests.moments for group in call}
+    return {
+        key: memories.put(tiers.get(key, DEVICE), value) if value.ndim == 1 else value
+        for key, value in values.items()
+    }
 
 
 def _at_rest(stepping: Stepping, call: Call, values: Flats, place: Place) -> Flats:
@@ -195,15 +222,25 @@ def _at_rest(stepping: Stepping, call: Call, values: Flats, place: Place) -> Fla
         if same and any(shapes.values()):
             first = next(iter(given.values()))
             flat = torch.zeros(group.layout.length, dtype=first.dtype, device=first.device)
-            _write(stepping, group, given, flat, place)
+            write_parts(stepping, group, given, flat, place)
             found[group.key] = flat
         else:
             found |= given
     return found
 
 
-def _write(stepping: Stepping, group: Group, values: Flats, flat: Tensor, place: Place) -> None:
-    """This rank's parts of whole tensors, into its slice."""
+def write_parts(
+    stepping: Stepping, group: Group, values: Flats, flat: Tensor, place: Place
+) -> None:
+    """This rank's parts of whole tensors, into its slice.
+
+    Args:
+        stepping: the optimizer and its groups.
+        group: whose.
+        values: by path.
+        flat: written.
+        place: coordinates of this rank.
+    """
     pairs: list[tuple[Tensor, Tensor]] = []
     for index, entry in enumerate(group.layout.entries):
         value = values.get(entry.path)
@@ -233,126 +270,3 @@ def _merged(one: Any, other: Any, keys: frozenset[str]) -> Any:
         return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
     # A transform that got no parameter in this call has made its count on the CPU.
     return other if isinstance(other, Tensor) and other.device.type != "cpu" else one
-
-
-class Step:
-    """One step of an optimizer over all groups, in place.
-
-    Args:
-        stepping: the optimizer and its groups.
-        mover: the choke point.
-        params: a slice per group, written.
-        grads: a slice per group, read.
-        used: parameters that some rank used.
-        extra: what the optimizer needs beside gradients.
-    """
-
-    def __init__(
-        self,
-        stepping: Stepping,
-        mover: Mover,
-        *,
-        params: Flats,
-        grads: Flats,
-        used: frozenset[str],
-        extra: Mapping[str, Any],
-    ) -> None:
-        self._stepping = stepping
-        self._mover = mover
-        self.params = params
-        self._grads = grads
-        self._used = used
-        self._extra = extra
-
-    def run(self, opt: Any) -> Any:
-        """The new optimizer state; parameters are written in place."""
-        stepping = self._stepping
-        if stepping.is_elementwise:
-            params, grads = self.params, self._grads
-            _, new = apply_in_place(stepping.optimizer, params, grads, opt, **self._extra)
-            return new
-        leaves, spec = split(opt, stepping.keys)
-        done = [dict(leaf) if is_over(leaf, stepping.keys) else leaf for leaf in leaves]
-        for call in stepping.calls:
-            self._call(call, leaves, done, spec)
-        return tree_unflatten(spec, done)
-
-    def _call(self, call: Call, leaves: list[Any], done: list[Any], spec: Any) -> None:
-        """Step the groups of one call; their whole tensors die with it."""
-        keys = self._stepping.keys
-        last = call is self._stepping.calls[-1]
-        params, grads, wholes = self._tensors(call)
-        seen = [
-            self._seen(call, leaf) if is_over(leaf, keys) else leaf if last else _copy(leaf)
-            for leaf in leaves
-        ]
-        _, new = apply_in_place(
-            self._stepping.optimizer, params, grads, tree_unflatten(spec, seen), **self._extra
-        )
-        for index, leaf in enumerate(spec.flatten_up_to(new)):
-            if is_over(leaves[index], keys):
-                self._keep(call, done[index], leaf)
-            elif last:
-                done[index] = leaf
-        for group, whole in wholes:
-            if group.assembly:
-                views, place = dict(_views(group, whole)), self._mover.coords
-                _write(self._stepping, group, views, self.params[group.key], place)
-            elif group.gather:
-                own_part(self._mover, group.gather, whole, self.params[group.key])
-
-    def _tensors(self, call: Call) -> tuple[Flats, Flats, list[tuple[Group, Tensor]]]:
-        """Parameters and gradients as the optimizer sees them, and the buffers behind them."""
-        params: Flats = {}
-        grads: Flats = {}
-        wholes: list[tuple[Group, Tensor]] = []
-        for group in call:
-            if group.couples == "element":
-                params[group.key] = self.params[group.key]
-                grads[group.key] = self._grads[group.key]
-                continue
-            grad = self._whole(group, self._grads[group.key])
-            param = self._whole(group, self.params[group.key])
-            wholes.append((group, param))
-            params |= _views(group, param)
-            grads |= {p: view for p, view in _views(group, grad) if p in self._used}
-        return params, grads, wholes
-
-    def _whole(self, group: Group, flat: Tensor) -> Tensor:
-        way = self._stepping.gathering(group, flat.dtype)
-        if way.route:
-            flat = run_route(self._mover, way.route, flat, way.route_items)
-        if way.assembly:
-            flat = run_assembly(self._mover, way.assembly, flat, way.assembly_items)
-        return flat
-
-    def _seen(self, call: Call, values: Flats) -> Flats:
-        """One dict of the state as the optimizer sees it in this call."""
-        seen: Flats = {}
-        for group in call:
-            if group.key in values:
-                value = values[group.key]
-                if group.couples == "element":
-                    seen[group.key] = value
-                else:
-                    seen |= _views(group, self._whole(group, value))
-            seen |= {path: values[path] for path in group.paths if path in values}
-        return seen
-
-    def _keep(self, call: Call, resting: Flats, seen: Flats) -> None:
-        """Put what the optimizer has made of `_seen` back to rest."""
-        for group in call:
-            if group.couples != "element" and group.key in resting:
-                place = self._mover.coords
-                _write(self._stepping, group, seen, resting[group.key], place)
-            else:
-                keys = (group.key, *group.paths)
-                resting.update({key: seen[key] for key in keys if key in seen})
-
-
-def _views(group: Group, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-    return ((entry.path, entry.view(flat)) for entry in group.whole.entries)
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -50,6 +50,8 @@ class Trace:
         terms: names of the loss terms if there are several, sorted.
         written: buffers that the forward pass changed.
         note: where the trace ended early, else "".
+        tier_bytes: what goes to tiers, by their text; `activation_bytes` has only what of it is
+            back on the device at the most.
         activation_bytes: what autograd saves for backward beside parameters and batch; None if the
             trace ended early.
         forward_flops: of matrix products, convolutions and attention; None likewise.
@@ -67,6 +69,7 @@ class Trace:
     written: tuple[str, ...]
     note: str = ""
     activation_bytes: int | None = None
+    tier_bytes: Mapping[str, int] = field(default_factory=dict)
     forward_flops: int | None = None
     terms: tuple[str, ...] = ()
     recomputation: Recomputation | None = None
@@ -173,7 +176,9 @@ def _trace(
         return seen
     return replace(
         seen,
-        activation_bytes=tracer.activations.saved_bytes(written),
+        activation_bytes=tracer.activations.saved_bytes(written)
+        + tracer.activations.fetched_bytes(),
+        tier_bytes=tracer.activations.tier_bytes(),
         forward_flops=flops.get_total_flops(),
         recomputation=tracer.activations.recomputation(),
     )

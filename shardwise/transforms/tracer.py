@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +46,7 @@ class Tracer:
         self._num_calls: Counter[str] = Counter()
         self.events: list[Event] = []
         self.activations: Activations | None = None
+        self._acts = plan.acts
         infos = {info.path: info for info in plan.infos}
         with mode:
             for unit in plan.units:
@@ -129,6 +131,13 @@ class Tracer:
     def crosses(self, way: str) -> bool:
         """Nothing is chosen yet."""
         return True
+
+    def saving(self, path: str) -> AbstractContextManager[None]:
+        """Count apart what the module saves."""
+        if self.activations is None:
+            return nullcontext()
+        acts = self._acts[path]
+        return self.activations.on_tier(str(acts.tier), acts.prefetch)
 
     def look_up(self, boundary: Boundary, module: nn.Embedding, run: Run, tokens: Tensor) -> Tensor:
         """Each rank has a summand."""

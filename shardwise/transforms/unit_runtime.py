@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.offload.store import Store
 from shardwise.sharding.buckets import Bucket
 from shardwise.sharding.collectives import Collective
 from shardwise.sharding.compat import storage_key
@@ -16,7 +17,7 @@ from shardwise.sharding.functional import Template
 from shardwise.sharding.movement import Mover
 from shardwise.transforms.binding import Binding
 from shardwise.transforms.buffers import BucketBuffers
-from shardwise.transforms.order import rests_bound
+from shardwise.transforms.order import Action, Schedule, Walk, rests_bound
 
 
 @dataclass(eq=False, slots=True)
@@ -37,6 +38,7 @@ class UnitRuntime:
         template: where to bind.
         mover: the choke point.
         device: where the buffers live.
+        store: what shards are fetched from that rest off the device.
     """
 
     def __init__(
@@ -48,10 +50,11 @@ class UnitRuntime:
         template: Template,
         mover: Mover,
         device: torch.device,
+        store: Store,
     ) -> None:
         self.name = name
         self.stays = stays
-        self.buffers = [BucketBuffers(bucket, mover, device) for bucket in buckets]
+        self.buffers = [BucketBuffers(bucket, mover, device, store) for bucket in buckets]
         self.paths = [path for bucket in buckets for path in bucket.paths]
         self.trainable = [path for bucket in buckets if bucket.trainable for path in bucket.paths]
         self.gathers = any(b.gather for b in buckets)
@@ -95,6 +98,11 @@ class UnitRuntime:
         """Take the resting shards of this step."""
         for buffers in self.buffers:
             buffers.load(flats[buffers.bucket.name])
+
+    def fetch(self) -> None:
+        """Begin to bring shards from their tiers."""
+        for buffers in self.buffers:
+            buffers.fetch()
 
     def start(self, items: Sequence[Sequence[Collective]]) -> None:
         """Begin to gather all buckets."""
@@ -230,6 +238,25 @@ class UnitRuntime:
         """Have reduce-scatters that are in flight arrive."""
         for buffers, _ in self._leaves:
             buffers.collect()
+
+
+def walk_along(
+    actions: Sequence[Action], schedule: Schedule, units: Mapping[str, UnitRuntime]
+) -> Walk:
+    """A walk that gathers units in their turn, and fetches those that rest on a tier before.
+
+    Args:
+        actions: a pass of the schedule.
+        schedule: how far ahead.
+        units: by name.
+    """
+    return Walk(
+        actions,
+        schedule.prefetch,
+        lambda action: units[action.event.unit].start(action.items),
+        fetch=lambda action: units[action.event.unit].fetch(),
+        fetch_ahead=schedule.fetch_ahead,
+    )
 
 
 def _leaf(bucket: Bucket, device: torch.device) -> Tensor:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.offload.store import Store
 from shardwise.optim.norms import Norm
-from shardwise.sharding.buckets import Bucket
+from shardwise.sharding.buckets import Bucket, Route
 from shardwise.sharding.gradients import Grads
 from shardwise.sharding.leaves import Flats
 from shardwise.sharding.movement import Mover
@@ -19,12 +20,20 @@ from shardwise.sharding.state import State
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.norms import run_norms
 from shardwise.transforms.rounding import Rounding, narrowed, rounded_params, widened
-from shardwise.transforms.stepping import Step, Stepping
+from shardwise.transforms.step import Step
+from shardwise.transforms.stepping import Stepping
+from shardwise.transforms.streaming import Streamed
 
 
 @torch.no_grad()
 def run_update(
-    mover: Mover, lowering: Lowering, state: State, grads: Grads, *, reuse_grads: bool = False
+    mover: Mover,
+    lowering: Lowering,
+    state: State,
+    grads: Grads,
+    *,
+    store: Store,
+    reuse_grads: bool = False,
 ) -> tuple[Any, dict[Norm, Tensor]]:
     """Write the new parameters into the state's buckets; return optimizer state and norms.
 
@@ -33,6 +42,7 @@ def run_update(
         lowering: what runs.
         state: written to.
         grads: normalised.
+        store: the tiers of the program.
         reuse_grads: nobody else will read them, so a factor may be applied where they are.
     """
     members = [bucket for bucket in lowering.all_buckets if bucket.opt]
@@ -41,37 +51,62 @@ def run_update(
     for bucket in members:
         to_grads, to_params, _ = lowering.routes[bucket.name]
         items = route_items(to_grads, bucket.unit, "update")
-        landed[bucket.name] = run_route(mover, to_grads, grads.flats[bucket.name], items)
+        flat = _moving(to_grads, grads.flats[bucket.name], store)
+        landed[bucket.name] = run_route(mover, to_grads, flat, items)
         if bucket.has_master:
             params[bucket.name] = state.masters[bucket.name]
         else:
             items = route_items(to_params, bucket.unit, "update")
-            flat = run_route(mover, to_params, state.flats[bucket.name], items)
-            params[bucket.name] = flat.to(bucket.work)
+            flat = _moving(to_params, state.flats[bucket.name], store)
+            params[bucket.name] = run_route(mover, to_params, flat, items).to(bucket.work)
     norms = run_norms(mover, lowering.norms, landed)
+    outs = _outs(lowering, members, state)
     step = Step(
         lowering.stepping,
         mover,
+        device=store.device,
         params=slices(members, params),
         grads=slices(members, landed),
         used=grads.used,
         extra={"norms": norms, "reuse_grads": reuse_grads} if norms else {},
+        outs=slices([bucket for bucket in members if bucket.name in outs], outs),
     )
     unused = Unused(lowering.stepping, grads.used)
+    rounding = Rounding(int(state.seed), int(state.step), mover.mesh, mover.coords)
     opt_flats = widened(lowering.stepping, state.opt_flats)
     unused.note(step.params, opt_flats)
-    opt_flats = step.run(opt_flats)
-    unused.restore(step.params, opt_flats)
-    rounding = Rounding(int(state.seed), int(state.step), mover.mesh, mover.coords)
+    opt_flats = Streamed(step, store, rounding).run(opt_flats)
+    unused.restore(step.params, opt_flats, step.outs)
     opt_flats = narrowed(lowering.stepping, state.opt_flats, opt_flats, rounding)
     for bucket in members:
         _, _, back = lowering.routes[bucket.name]
-        flat, new = state.flats[bucket.name], params[bucket.name]
+        flat, new = state.flats[bucket.name], outs.get(bucket.name, params[bucket.name])
         if new is not flat:
             new = rounded_params(rounding, bucket, new) if bucket.rounds else new
             items = route_items(back, bucket.unit, "update")
-            run_route(mover, back, new, items, out=flat)
+            run_route(mover, back, _moving(back, new, store), items, out=flat)
     return opt_flats, norms
+
+
+def _moving(route: Route, flat: Tensor, store: Store) -> Tensor:
+    """What collectives move must be on the device, in the dtype that moves."""
+    if route.gather is None or flat.device == store.device:
+        return flat
+    return flat.to(route.target.dtype).to(store.device)
+
+
+def _outs(lowering: Lowering, members: Sequence[Bucket], state: State) -> Flats:
+    """What masters on the host are rounded to as they are stepped; see `Step.outs`."""
+    outs: Flats = {}
+    for bucket in members:
+        hosted = all(group.on_host and group.couples == "element" for group in bucket.groups)
+        if not (hosted and bucket.has_master) or lowering.stepping.couples_all:
+            continue
+        _, _, back = lowering.routes[bucket.name]
+        flat, dtype = state.flats[bucket.name], back.target.dtype
+        moves = back.gather is not None or back.cut is not None or flat.device.type != "cpu"
+        outs[bucket.name] = torch.empty(back.source.length, dtype=dtype) if moves else flat
+    return outs
 
 
 def slices(members: Sequence[Bucket], flats: Flats) -> Flats:
@@ -114,7 +149,10 @@ class Unused:
         """Copy the old values."""
         self._values = [view.clone() for view in self._views(params, opt)]
 
-    def restore(self, params: Flats, opt: Any) -> None:
-        """Write the old values back."""
+    def restore(self, params: Flats, opt: Any, outs: Flats) -> None:
+        """Write the old values back, and round parameters to `outs` again."""
         for view, value in zip(self._views(params, opt), self._values, strict=True):
             view.copy_(value)
+        for group, entry in self._entries:
+            if group.key in outs:
+                entry.view(outs[group.key]).copy_(entry.view(params[group.key]))

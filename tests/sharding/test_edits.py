@@ -24,6 +24,7 @@ from shardwise.sharding.edits import (
 )
 from shardwise.sharding.errors import PlanError
 from shardwise.sharding.failures import Failure, raise_failures
+from shardwise.sharding.offload_edit import OffloadEdit
 from shardwise.sharding.plan import plan
 from shardwise.sharding.precision import PrecisionEdit
 from shardwise.sharding.replay import KINDS
@@ -40,6 +41,7 @@ EDITS = [
     SequenceEdit(axis="dp", active=False),
     KeepEdit(where=(("layers.0",),)),
     PrefetchEdit(distance=1),
+    OffloadEdit(part="moments", tier="disk:/local", fraction=0.5, where=(("layers.*",),)),
     PrecisionEdit(compute="bfloat16", rounding="nearest"),
     LossScaleEdit(window=500),
     AccumulateEdit(steps=4, gather="step"),

@@ -4,7 +4,8 @@
 The copy is all that a save in the background keeps training waiting for. It holds the chunks that
 this rank writes, and not those that its replicas write; its memory is made at the first save and
 used again by all later ones. It is pinned where tensors are on CUDA. On CPU it asks for huge pages:
-the first touch of 1 GiB in pages of 4 KiB costs 262,144 faults.
+the first touch of 1 GiB in pages of 4 KiB costs 262,144 faults. What rests on disk is copied on
+disk, next to where it is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from shardwise.sharding.checkpoint.manifest import Chunk
 from shardwise.sharding.compat import copy_all
+from shardwise.sharding.tiers import Memories
 
 _ALIGN = 64
 
@@ -25,11 +27,12 @@ class HostCopy:
     """Memory that takes one snapshot after another.
 
     Args:
-        device: where tensors come from.
+        memories: where tensors come from.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, memories: Memories) -> None:
+        self._memories = memories
+        self._device = memories.device
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -46,14 +49,18 @@ class HostCopy:
         Returns:
             The same chunks, with contiguous values in host memory.
         """
+        on_disk = [self._memories.beside(values) for _, values in chunks]
         ends = [0]
-        for _, values in chunks:
-            ends.append(ends[-1] + -(-values.nbytes // _ALIGN) * _ALIGN)
+        for (_, values), beside in zip(chunks, on_disk, strict=True):
+            nbytes = values.nbytes if beside is None else 0
+            ends.append(ends[-1] + -(-nbytes // _ALIGN) * _ALIGN)
         if self._memory.nbytes < ends[-1]:
             self._memory = _host_memory(ends[-1], self._device)
         copies = [
             self._memory[start : start + values.nbytes].view(values.dtype).view(values.shape)
-            for start, (_, values) in zip(ends, chunks)
+            if beside is None
+            else beside
+            for start, (_, values), beside in zip(ends, chunks, on_disk)
         ]
         if copies:
             with torch.no_grad():

@@ -1,0 +1,1 @@
+"""Offload: host memory and files that tensors rest in, and what streams them."""
