@@ -23,7 +23,7 @@ from benchmarks.page import machine, put, table
 from shardwise.kernels.step import Group, step_
 from shardwise.offload.engine import THREADS, Engine, Piece
 from shardwise.offload.files import Folder
-from shardwise.offload.pool import host_pages
+from shardwise.sharding.host_pages import host_pages
 
 REQUEST = 4 << 20
 STATE = 3

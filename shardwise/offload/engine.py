@@ -11,23 +11,24 @@ each, go through the mapping.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
+from isal.isal_zlib import crc32
 from torch import Tensor
 
-from shardwise.offload.files import PAGE_BYTES, Region, padded
-from shardwise.offload.pool import Pool, host_pages
-from shardwise.offload.requests import bytes_of, read_bytes, write_bytes
+from shardwise.offload.files import Region
+from shardwise.offload.pool import Pool
+from shardwise.offload.requests import read_bytes, write_bytes
 from shardwise.sharding.errors import OffloadError
+from shardwise.sharding.host_pages import PAGE_BYTES, bytes_of, host_pages, padded
 
 CHUNK_BYTES = 16 << 20
-"""Of one tensor: four requests of the size from which a drive's bandwidth no longer grows."""
+"""Of one tensor: four requests."""
 
 THREADS = 8
-"""Requests in flight; four reach a drive's bandwidth for one tensor, and three are streamed."""
+"""Requests in flight."""
 
 _REQUEST_BYTES = 4 << 20
 _MIN_CHUNK_BYTES = 16 * PAGE_BYTES
@@ -194,12 +195,6 @@ class Engine:
                 if key[1] < ends and region.offset < key[1] + key[2]:
                     del self._sums[key]
 
-    def close(self) -> None:
-        """End the threads, and free the buffers."""
-        if self._threads is not None:
-            self._threads.shutdown()
-        self._threads = self._pool = None
-
     def _region(self, tensor: Tensor) -> Region:
         region = self._region_of(tensor)
         assert region is not None, "not on disk"
@@ -347,7 +342,7 @@ def _sum_key(region: Region) -> tuple[int, int, int]:
 
 
 def _sum(values: Tensor) -> int:
-    return zlib.crc32(bytes_of(values))
+    return crc32(bytes_of(values))
 
 
 def _changed(region: Region, known: int | None, found: int | None) -> OffloadError:

@@ -27,21 +27,10 @@ import torch
 from torch import Tensor
 
 from shardwise.sharding.errors import OffloadError
-
-PAGE_BYTES = 4096
-"""What regions, and requests past the page cache, are multiples of."""
+from shardwise.sharding.host_pages import padded
 
 _PROTECTION, _SHARED = 1 | 2, 1  # PROT_READ | PROT_WRITE, MAP_SHARED
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_*
-
-
-def padded(nbytes: int) -> int:
-    """Whole pages.
-
-    >>> padded(1), padded(4096)
-    (4096, 4096)
-    """
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,35 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 
-import torch
 from torch import Tensor
 
-from shardwise.offload.files import PAGE_BYTES, padded
-
-
-def host_pages(nbytes: int, *, pin: bool = False) -> Tensor:
-    """Bytes of host memory that begin at a page, as requests past the page cache need them.
-
-    Args:
-        nbytes: how many.
-        pin: for copies to an accelerator.
-
-    >>> host_pages(10).data_ptr() % 4096
-    0
-    """
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    if pin:
-        block = torch.empty(padded(nbytes) + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
-        skipped = -block.data_ptr() % PAGE_BYTES
-        return block[skipped : skipped + nbytes]
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a shared one is not counted as this process's
-    return torch.frombuffer(
-        mmap.mmap(-1, padded(nbytes), flags=private), dtype=torch.uint8, count=nbytes
-    )
+from shardwise.sharding.host_pages import host_pages, padded
 
 
 class Pool:

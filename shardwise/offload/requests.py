@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwise.offload.files import Region
 from shardwise.sharding.errors import OffloadError
+from shardwise.sharding.host_pages import bytes_of
 
 
 def read_bytes(region: Region, offset: int, data: Tensor) -> None:
@@ -30,12 +30,6 @@ def write_bytes(region: Region, offset: int, data: Tensor) -> None:
         OffloadError: the drive has failed, or is full.
     """
     _run(os.pwritev, "write", region, offset, data)
-
-
-def bytes_of(data: Tensor) -> memoryview:
-    """The bytes of a flat host tensor, not copied."""
-    array: Any = data.view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def _run(

@@ -113,15 +113,14 @@ class Store(Memories):
             return _Here(flat)
         return _FromHost(flat, self.device)
 
+    def forget(self, tensor: Tensor) -> None:
+        """Say that a tensor was changed past the engine; see `Engine.forget`."""
+        if self._engine is not None:
+            self._engine.forget(tensor)
+
     def stream(self, pieces: Sequence[Piece], compute: Compute) -> None:
         """Step tensors in chunks; see `Engine.stream`."""
         self.engine.stream(pieces, compute)
-
-    def close(self) -> None:
-        """End threads and give files back; tensors of states that are alive stay valid."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
 
 
 class _Here:

@@ -185,7 +185,7 @@ def _apply(
         **extra: Any,
     ) -> tuple[Tensors, tuple[Any, ...]]:
         # Only the last one has parameters to round.
-        shadows = {name: extra.pop(name) for name in ("shadows",) if name in extra}
+        shadows = {"shadows": extra.pop("shadows")} if "shadows" in extra else {}
         _, states, scale, extra = _fold(transforms[:-1], grads, opt_state[:-1], scale, extra)
         params, new = last(params, grads, opt_state[-1], scale=scale, **extra, **shadows)
         return params, (*states, new)

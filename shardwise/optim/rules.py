@@ -146,16 +146,21 @@ def _apply(
     rate = opt_state.learning_rate.copy_(rule.schedule(opt_state.count))
     at = At(opt_state.count.add_(1).to(torch.float64), rate)
     dicts = [getattr(opt_state, field) for field in fields]
-    recipe = None if rule.recipe is None else rule.recipe(rate.item())
+    rows: dict[str, Row] = {}
     for key, grad in grads.items():
-        param, factor = params[key], scale_of(scale, key)
+        slots = [values[key] for values in dicts if key in values]
+        shadow = shadows.get(key) if shadows else None
+        rows[key] = Row([params[key], *slots], grad, scale_of(scale, key), shadow)
+    # Elsewhere than on the CPU a look at the rate would wait.
+    if rule.recipe is not None and any(row.grad.is_cpu for row in rows.values()):
+        left = {id(row) for row in in_one_pass(rule.recipe(rate.item()), list(rows.values()))}
+        rows = {key: row for key, row in rows.items() if id(row) in left}
+    for key, row in rows.items():
         slots = {f: d[key] for f, d in zip(fields, dicts, strict=True) if key in d}
-        row = Row([param, *slots.values()], grad, factor, shadows.get(key) if shadows else None)
-        if recipe is not None and not in_one_pass(recipe, [row]):
-            continue
-        change, new = rule.step(at, param, scaled(grad, param, factor), slots)
+        param = params[key]
+        change, new = rule.step(at, param, scaled(row.grad, param, row.scale), slots)
         param.add_(change.to(param.dtype))
         for field, value in new.items():
             slots[field].copy_(value)
-        write_shadows([row])
+    write_shadows(list(rows.values()))
     return params, opt_state

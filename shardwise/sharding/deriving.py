@@ -22,6 +22,7 @@ from shardwise.sharding.precision import (
 )
 from shardwise.sharding.spec import Spec
 from shardwise.sharding.tensor_replay import derive_tensor
+from shardwise.sharding.tiers import DEVICE
 from shardwise.sharding.tree import FrozenMap
 from shardwise.sharding.units import ParamInfo
 
@@ -82,7 +83,12 @@ def derive(draft: Draft, base: Base) -> Derived:
         rests=resting({path: tiers_of(draft.placed, homes, path) for path in draft.infos}),
         acts=acts_of(draft.acts, draft.modules),
         fetch_ahead=max(
-            (one.prefetch for (part, _), one in draft.placed.items() if part == "params"), default=0
+            (
+                one.prefetch
+                for (part, _), one in draft.placed.items()
+                if part == "params" and one.tier != DEVICE
+            ),
+            default=0,
         ),
     )
 

@@ -125,7 +125,7 @@ class Stage:
         guide: who is asked.
         remat: modules to recompute and what to keep of them.
         casts: of inputs and outputs of modules.
-        tensor_plan: the plan, for what tensor axes cut and for saved values on tiers.
+        plan: for what tensor axes cut, and for saved values on tiers.
         bound: units whose parameters the guide binds for a whole pass; their hooks are left out.
     """
 
@@ -137,7 +137,7 @@ class Stage:
         remat: Mapping[str, Remat] = _NOTHING,
         casts: Mapping[str, Cast] = _NO_CASTS,
         *,
-        tensor_plan: Plan | None = None,
+        plan: Plan | None = None,
         bound: Collection[str] = (),
     ) -> None:
         self.template = template
@@ -150,9 +150,9 @@ class Stage:
         owner = {path: unit.name for unit in units for path in unit.params}
         template.watch(lambda path: aside(self.guide.resolve, path, owner[path]))
         boundaries: tuple[Boundary, ...] = ()
-        if tensor_plan is not None and tensor_plan.tensor.axes:
-            install_ints(template.module, tensor_plan.tensor.ints)
-            boundaries = find_boundaries(tensor_plan, template.module)
+        if plan is not None and plan.tensor.axes:
+            install_ints(template.module, plan.tensor.ints)
+            boundaries = find_boundaries(plan, template.module)
         for boundary in boundaries:
             module = template.module.get_submodule(boundary.path)
             install_boundary(module, boundary, lambda: self.guide)
@@ -168,7 +168,7 @@ class Stage:
         self._regions = [
             self._recompute(path, policy, inner, names) for path, policy in remat.items()
         ]
-        for path in tensor_plan.acts if tensor_plan is not None else ():
+        for path in plan.acts if plan is not None else ():
             self._put_aside(path)
 
     def locate_all(self) -> None:

@@ -181,7 +181,7 @@ def lower(
         return lowered
     device = torch.device("cpu")
     template, precision = make_template(module, plan.infos, device), plan.precision
-    stage = Stage(template, plan.units, _Nobody(), plan.remat, precision.casts, tensor_plan=plan)
+    stage = Stage(template, plan.units, _Nobody(), plan.remat, precision.casts, plan=plan)
     sites = find_buffers(stage.template.module)
     bind_buffers(sites, cast_buffers(read_buffers(sites), precision.buffers), ())
     micro = first_micro(batch, plan.accumulation.steps)

@@ -112,6 +112,17 @@ class Lowering:
         return tuple(bucket for members in self.buckets.values() for bucket in members)
 
     @cached_property
+    def hosted(self) -> tuple[Bucket, ...]:
+        """Buckets whose masters are stepped on the host, and rounded as they are made."""
+        return tuple(
+            bucket
+            for bucket in self.all_buckets
+            if bucket.has_master
+            and not self.stepping.couples_all
+            and all(group.on_host and group.couples == "element" for group in bucket.groups)
+        )
+
+    @cached_property
     def staying(self) -> frozenset[str]:
         """Units that stay open once they are entered."""
         return stays_open(self.plan, self.buckets)

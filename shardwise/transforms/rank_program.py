@@ -97,7 +97,7 @@ class RankProgram:
             self.engine,
             plan.remat,
             casts,
-            tensor_plan=plan,
+            plan=plan,
             bound={name for name, unit in units.items() if unit.rests_bound},
         )
         keep_saved_values(plan.acts, self.engine, self.stage, self.store)

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ from shardwise.sharding.compat import (
 )
 from shardwise.sharding.derived import Remat
 from shardwise.sharding.errors import RematError
+
+T = TypeVar("T")
 
 Key = tuple[Any, int]
 
@@ -141,7 +143,7 @@ class Kept:
         for tensor, version in zip(made.tensors, made.versions, strict=True):
             if tensor._version != version:
                 raise _written(self.module, made.key, tensor, tensor._version - version)
-        for saved in _saved(made.results):
+        for saved in _all_of(Saved, made.results):
             if saved.times_written:
                 raise _written(self.module, made.key, saved.take(), saved.times_written)
 
@@ -302,22 +304,17 @@ class _Pause:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """Tensors among arguments or results, also in lists."""
-    if isinstance(value, Tensor):
+    return _all_of(Tensor, value)
+
+
+def _all_of(kind: type[T], value: Any) -> Iterator[T]:
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _tensors(part)
+            yield from _all_of(kind, part)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def _saved(value: Any) -> Iterator[Saved]:
-    """Results that are on a tier."""
-    if isinstance(value, Saved):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _saved(part)
+        yield from _all_of(kind, list(value.values()))
 
 
 def _back(value: Any) -> Any:

@@ -8,7 +8,7 @@ share; see [Note: a step in several calls]. Its bits do not depend on how a grou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -49,35 +49,44 @@ class Streamed:
         self._done = [
             dict(leaf) if is_over(leaf, self._stepping.keys) else leaf for leaf in self._leaves
         ]
+        flats = [self._flats(group) for group in groups]
         self._store.stream(
-            [self._piece(group) for group in groups],
-            lambda number, start, stop, tensors: self._chunk(groups[number], start, stop, tensors),
+            [self._piece(*pair) for pair in zip(groups, flats, strict=True)],
+            lambda number, start, stop, tensors: self._chunk(
+                groups[number], list(flats[number]), (start, stop), tensors
+            ),
         )
         if not self._stepping.calls:
             return tree_unflatten(self._spec, self._done)
         return self._step.run(opt, self._done)
 
-    def _piece(self, group: Group) -> Piece:
+    def _piece(self, group: Group, flats: Mapping[int, Tensor]) -> Piece:
         """Parameter and state, then what the parameter is rounded to, then the gradient."""
-        written = [self._step.params[group.key], *(flat for _, flat in self._flats(group))]
+        written = [self._step.params[group.key], *flats.values()]
         if group.key in self._step.outs:
             written.append(self._step.outs[group.key])
         # On the host already, unless the device has memory of its own.
         return Piece(tuple(written), (self._step.grads[group.key].cpu(),))
 
-    def _flats(self, group: Group) -> list[tuple[int, Tensor]]:
+    def _flats(self, group: Group) -> dict[int, Tensor]:
         """The flat state of a group, by position among the leaves."""
-        found: list[tuple[int, Tensor]] = []
+        found: dict[int, Tensor] = {}
         for index, leaf in enumerate(self._leaves):
             if is_over(leaf, self._stepping.keys):
                 value = leaf.get(group.key)
                 if value is not None and value.shape == (group.layout.length,):
-                    found.append((index, value))
+                    found[index] = value
         return found
 
-    def _chunk(self, group: Group, start: int, stop: int, tensors: Sequence[Tensor]) -> None:
-        """Step some elements of a group."""
-        key, places = group.key, [index for index, _ in self._flats(group)]
+    def _chunk(
+        self,
+        group: Group,
+        places: Sequence[int],
+        span: tuple[int, int],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        """Step some elements of a group, whose flat state is at these places among the leaves."""
+        key = group.key
         param, *rest = tensors
         resting = dict(zip(places, rest, strict=False))
         seen: list[Any] = []
@@ -94,7 +103,7 @@ class Streamed:
         new = self._step.apply({key: param}, {key: tensors[-1]}, tree, shadows)
         for index, leaf in enumerate(self._spec.flatten_up_to(new)):
             if index in resting:
-                self._rest(group, resting[index], leaf[key], f"opt {index}", (start, stop))
+                self._rest(group, resting[index], leaf[key], f"opt {index}", span)
             elif is_over(self._leaves[index], self._stepping.keys):
                 self._done[index].update(leaf)
             else:

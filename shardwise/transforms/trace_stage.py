@@ -30,4 +30,4 @@ def stage_for_trace(
     values = cast_buffers(read_buffers(buffers), plan.precision.buffers)
     bind_buffers(sites, values, ())
     casts = plan.precision.casts
-    return Stage(template, plan.units, guide, plan.remat, casts, tensor_plan=plan), sites
+    return Stage(template, plan.units, guide, plan.remat, casts, plan=plan), sites

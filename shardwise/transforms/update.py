@@ -60,7 +60,7 @@ def run_update(
             flat = _moving(to_params, state.flats[bucket.name], store)
             params[bucket.name] = run_route(mover, to_params, flat, items).to(bucket.work)
     norms = run_norms(mover, lowering.norms, landed)
-    outs = _outs(lowering, members, state)
+    outs = _outs(lowering, state)
     step = Step(
         lowering.stepping,
         mover,
@@ -69,14 +69,15 @@ def run_update(
         grads=slices(members, landed),
         used=grads.used,
         extra={"norms": norms, "reuse_grads": reuse_grads} if norms else {},
-        outs=slices([bucket for bucket in members if bucket.name in outs], outs),
+        outs=slices(lowering.hosted, outs),
     )
     unused = Unused(lowering.stepping, grads.used)
     rounding = Rounding(int(state.seed), int(state.step), mover.mesh, mover.coords)
     opt_flats = widened(lowering.stepping, state.opt_flats)
     unused.note(step.params, opt_flats)
     opt_flats = Streamed(step, store, rounding).run(opt_flats)
-    unused.restore(step.params, opt_flats, step.outs)
+    for view in unused.restore(step.params, opt_flats, step.outs):
+        store.forget(view)
     opt_flats = narrowed(lowering.stepping, state.opt_flats, opt_flats, rounding)
     for bucket in members:
         _, _, back = lowering.routes[bucket.name]
@@ -95,13 +96,10 @@ def _moving(route: Route, flat: Tensor, store: Store) -> Tensor:
     return flat.to(route.target.dtype).to(store.device)
 
 
-def _outs(lowering: Lowering, members: Sequence[Bucket], state: State) -> Flats:
+def _outs(lowering: Lowering, state: State) -> Flats:
     """What masters on the host are rounded to as they are stepped; see `Step.outs`."""
     outs: Flats = {}
-    for bucket in members:
-        hosted = all(group.on_host and group.couples == "element" for group in bucket.groups)
-        if not (hosted and bucket.has_master) or lowering.stepping.couples_all:
-            continue
+    for bucket in lowering.hosted:
         _, _, back = lowering.routes[bucket.name]
         flat, dtype = state.flats[bucket.name], back.target.dtype
         moves = back.gather is not None or back.cut is not None or flat.device.type != "cpu"
@@ -149,10 +147,17 @@ class Unused:
         """Copy the old values."""
         self._values = [view.clone() for view in self._views(params, opt)]
 
-    def restore(self, params: Flats, opt: Any, outs: Flats) -> None:
-        """Write the old values back, and round parameters to `outs` again."""
-        for view, value in zip(self._views(params, opt), self._values, strict=True):
+    def restore(self, params: Flats, opt: Any, outs: Flats) -> list[Tensor]:
+        """Write the old values back, and round parameters to `outs` again.
+
+        Returns:
+            What was written.
+        """
+        written = list(self._views(params, opt))
+        for view, value in zip(written, self._values, strict=True):
             view.copy_(value)
         for group, entry in self._entries:
             if group.key in outs:
-                entry.view(outs[group.key]).copy_(entry.view(params[group.key]))
+                written.append(entry.view(outs[group.key]))
+                written[-1].copy_(entry.view(params[group.key]))
+        return written

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.offload.engine import Engine, Piece, pool_bytes
-from shardwise.offload.files import PAGE_BYTES, Folder
+from shardwise.offload.files import Folder
 from shardwise.sharding.errors import OffloadError
+from shardwise.sharding.host_pages import PAGE_BYTES
 
 pytestmark = pytest.mark.abstract
 
@@ -74,7 +75,6 @@ def test_streaming_gives_what_memory_gives(
         assert torch.equal(other, second)
     assert engine.pool is not None
     assert engine.pool.num_free == engine.pool.count
-    engine.close()
 
 
 def test_24_bytes_per_parameter(folder: Folder) -> None:
@@ -85,6 +85,7 @@ def test_24_bytes_per_parameter(folder: Folder) -> None:
     assert (engine.read_bytes, engine.written_bytes) == (12 * length, 12 * length)
     assert engine.pool is not None
     assert engine.pool.nbytes == pool_bytes([(3, state[0].nbytes)], CHUNK)
+    assert engine.pool.high_water == engine.pool.count
 
 
 def test_the_next_chunk_is_read_while_one_is_computed_on(

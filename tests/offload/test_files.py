@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from shardwise.offload.engine import Engine
-from shardwise.offload.files import PAGE_BYTES, Folder
+from shardwise.offload.files import Folder
 from shardwise.offload.requests import read_bytes, write_bytes
 from shardwise.sharding.errors import OffloadError
+from shardwise.sharding.host_pages import PAGE_BYTES
 
 pytestmark = pytest.mark.abstract
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.offload.files import Folder
+from shardwise.offload.store import Store
+from shardwise.sharding.checkpoint.host_copy import HostCopy
 from shardwise.sharding.errors import OffloadError, PlanError, StateError
 from shardwise.sharding.pytree import tree_leaves
 
@@ -270,3 +272,90 @@ def test_optimizers_that_see_whole_tensors_take_them_from_their_tier(tmp_path: P
             programs = [sw.lower(plan, loss_fn, optimizer).bind() for plan in plans]
             one, other = (values(train(p, p.init(seed=0), 2)) for p in programs)
             assert same(one, other)
+
+
+# -- what the laws do not draw ---------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    """Two MLPs that a tensor axis cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(WIDTH, 2 * WIDTH), "down": nn.Linear(2 * WIDTH, WIDTH)})
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer["down"](layer["up"](x).relu())
+        return x
+
+
+AXES = {"up.weight": "mlp embed", "up.bias": "mlp", "down.weight": "embed mlp"}
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_tiers_beside_tensor_axes_change_no_bit(level: int, tmp_path: Path) -> None:
+    on_disk = sw.disk(tmp_path)
+    mixtures = (
+        [sw.offload("opt", on_disk), sw.offload("acts", "pinned_host", where="layers.*.up")],
+        [sw.offload("params", on_disk), sw.offload("grads", "pinned_host")],
+    )
+    mesh, batch = sw.Mesh(fsdp=2, tp=2), torch.randn(64, WIDTH)
+    found: list[list[Tensor]] = []
+    with sw.simulate(mesh):
+        for puts in ([], *mixtures):
+            transforms = (sw.tensor_parallel("tp"), sw.zero(level, "fsdp"), *puts)
+            plan = sw.plan(Heads(), mesh, *transforms, axes=AXES)
+            optimizer = sw.optim.chain(sw.optim.clip_by_global_norm(0.1), sw.optim.adamw(1e-2))
+            program = sw.lower(plan, lambda m, x: m(x).square().mean(), optimizer).bind()
+            state = program.init(seed=0)
+            for _ in range(2):
+                state, _ = program.step(state, program.shard_batch(batch))
+            found.append(values(state))
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
+
+
+class Spare(Model):
+    """A parameter that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+
+def test_what_no_step_uses_raises_no_alarm_in_debug_mode(tmp_path: Path) -> None:
+    """Its old values are written back past the engine, which sums up what it has written."""
+    with sw.simulate(MESH):
+        put = sw.offload("opt", sw.disk(tmp_path))
+        plan = sw.plan(Spare(), MESH, sw.zero(3, "fsdp"), put)
+        program = sw.lower(plan, loss_fn, sw.optim.adamw(1e-2)).bind(debug=True)
+        state = program.init(seed=0)
+        before = sw.to_global(state.params)["spare.weight"].clone()
+        state = train(program, state, 3)
+        assert torch.equal(sw.to_global(state.params)["spare.weight"], before)
+
+
+def test_a_copy_for_a_background_save_lies_on_disk_beside_what_it_copies(tmp_path: Path) -> None:
+    store = Store(torch.device("cpu"))
+    resting = store.zeros(sw.disk(tmp_path), 1000, torch.float32)
+    resting.copy_(torch.arange(1000))
+    here = torch.arange(10.0)
+    chunks: list[Any] = [("a", resting[100:900].view(20, 40).t()), ("b", here)]
+    copy = HostCopy(store)
+    taken = [values for _, values in copy.take(chunks)]
+    folder = store.folder(tmp_path)
+    assert [folder.holds(one) for one in taken] == [True, False]
+    assert copy.nbytes < 2 * 64
+    resting.zero_()
+    here.zero_()
+    assert torch.equal(taken[0], torch.arange(1000.0)[100:900].view(20, 40).t())
+    assert torch.equal(taken[1], torch.arange(10.0))
+
+
+def test_nothing_is_fetched_ahead_where_nothing_is_away() -> None:
+    back = plan_of(sw.offload("params", "pinned_host"), sw.offload("params", "device"))
+    assert back.same_layout(plan_of())

@@ -10,9 +10,7 @@ writes and one fsync 530, O_DIRECT with one to four writes in flight 410 to 510.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,11 +23,10 @@ from torch import Tensor
 
 from shardwise.sharding.checkpoint.manifest import SUM_BYTES
 from shardwise.sharding.errors import CheckpointError
+from shardwise.sharding.host_pages import bytes_of, host_pages, padded
 
 BLOCK_BYTES = 8 << 20
 """Of one write; two blocks are held."""
-
-_PAGE = 4096
 
 
 class DiskFile:
@@ -46,7 +43,7 @@ class DiskFile:
 
     def __init__(self, path: Path, nbytes: int, device: torch.device) -> None:
         self.path = path
-        size = min(BLOCK_BYTES, max(1, -(-nbytes // _PAGE)) * _PAGE)
+        size = min(BLOCK_BYTES, padded(max(nbytes, 1)))
         self._blocks = _Blocks(size, device)
         self._written = 0
         self._fd = _open(path)
@@ -280,12 +277,8 @@ def _open(path: Path) -> int:
 
 def _block(size: int, device: torch.device) -> tuple[Tensor, memoryview]:
     """Whole pages as a tensor and as a buffer."""
-    if device.type == "cuda":
-        block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        memory = (ctypes.c_char * size).from_address(block.data_ptr())
-        return block, memoryview(memory).cast("B")
-    pages = mmap.mmap(-1, size)
-    return torch.frombuffer(pages, dtype=torch.uint8), memoryview(pages)
+    block = host_pages(size, pin=device.type == "cuda")
+    return block, bytes_of(block)
 
 
 def _flat_pieces(values: Tensor) -> Iterator[Tensor]:

@@ -10,7 +10,6 @@ disk, next to where it is.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +17,8 @@ from torch import Tensor
 
 from shardwise.sharding.checkpoint.manifest import Chunk
 from shardwise.sharding.compat import copy_all
+from shardwise.sharding.host_pages import host_pages
+from shardwise.sharding.large_pages import in_large_pages
 from shardwise.sharding.tiers import Memories
 
 _ALIGN = 64
@@ -71,9 +72,4 @@ class HostCopy:
 
 
 def _host_memory(nbytes: int, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    pages = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
+    return in_large_pages(host_pages(nbytes, pin=device.type == "cuda"))

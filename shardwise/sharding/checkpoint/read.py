@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from isal.isal_zlib import crc32
@@ -29,6 +29,7 @@ from torch import Tensor
 from shardwise.sharding.checkpoint.manifest import SUM_BYTES, Chunk, Stored
 from shardwise.sharding.checkpoint.records import Box
 from shardwise.sharding.errors import CheckpointError
+from shardwise.sharding.host_pages import bytes_of
 
 STAGE_BYTES = 8 << 20
 """Of the buffer of each thread, for what cannot be read into its place."""
@@ -248,7 +249,7 @@ class _Stage:
 
     def _direct(self, piece: Piece, low: int) -> None:
         """Read one run of bytes into its place, and its ends through the buffer."""
-        into = _bytes(piece.target)
+        into = bytes_of(piece.target)
         high = low + len(into)
         first = -(-low // SUM_BYTES) * SUM_BYTES
         last = high if high == _nbytes(piece) else high // SUM_BYTES * SUM_BYTES
@@ -266,7 +267,7 @@ class _Stage:
         step = STAGE_BYTES - 2 * SUM_BYTES
         for start in range(low, high, step):
             stop = min(start + step, high)
-            into[start - low : stop - low] = _bytes(self._load(piece, start, stop))
+            into[start - low : stop - low] = bytes_of(self._load(piece, start, stop))
 
     def _scatter(self, piece: Piece) -> None:
         """Read rows of a chunk into the buffer, and copy what is wanted from there."""
@@ -295,7 +296,7 @@ class _Stage:
             buffer[:kept] = buffer[first - begin : first - begin + kept].clone()
             start = first + kept
         if start < last:
-            block = _bytes(buffer)[start - first : last - first]
+            block = bytes_of(buffer)[start - first : last - first]
             self._reader.read_at(piece, start, block)
             self._verify(piece, start, block)
         self._holds = (piece.chunk, first, last)
@@ -362,12 +363,6 @@ def _ends(box: Box) -> tuple[int, ...]:
 
 def _nbytes(piece: Piece) -> int:
     return math.prod(piece.chunk.sizes) * piece.stored.dtype.itemsize
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
-    raw: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(raw)
 
 
 def _advise(descriptor: int) -> None:
