@@ -270,6 +270,13 @@ class Lowering:
         return self.pass_items + sums + ends
 
     @cached_property
+    def drive_items(self) -> tuple[Collective, ...]:
+        """What tells whether every rank's drive has given and taken its part of an update."""
+        if not self.stepping.streamed:
+            return ()
+        return packed_items(1, self.agree_axes, self.plan.mesh, "agree")
+
+    @cached_property
     def update_items(self) -> tuple[Collective, ...]:
         """Collectives of `program.update`."""
         items: list[Collective] = []
@@ -279,7 +286,7 @@ class Lowering:
                 items += route_items(to_grads, bucket.unit, "update")
                 if not bucket.has_master:
                     items += route_items(to_params, bucket.unit, "update")
-        items += (*self.norm_items, *self.stepping.items)
+        items += (*self.norm_items, *self.drive_items, *self.stepping.items)
         for bucket in self.all_buckets:
             if bucket.name in self.routes:
                 items += route_items(self.routes[bucket.name][2], bucket.unit, "update")

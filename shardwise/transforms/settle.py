@@ -204,13 +204,17 @@ def _elements(batch: Any) -> int:
     return max([1, *whole, *rows])
 
 
-def raise_together(failures: list[str], mine: Failure, doing: str) -> None:
+UNCHANGED = "The state that was passed in is unchanged."
+
+
+def raise_together(failures: list[str], mine: Failure, doing: str, left: str = UNCHANGED) -> None:
     """Raise on every rank if any rank has failed; each names the rank and its words.
 
     Args:
         failures: per rank the text of its failure, "" for none.
         mine: this rank's own failure.
         doing: what was going on.
+        left: what has become of the state.
     """
     failed = [rank for rank, text in enumerate(failures) if text]
     if not failed:
@@ -219,34 +223,34 @@ def raise_together(failures: list[str], mine: Failure, doing: str) -> None:
     try:
         if error is not None and (isinstance(error, ShardwiseError) or len(failures) == 1):
             raise error
-        raise _rank_failed(failures, failed, doing) from error
+        raise _rank_failed(failures, failed, doing, left) from error
     finally:
         del error
 
 
-def raise_failure(mover: Mover, mine: Failure, doing: str) -> None:
+def raise_failure(mover: Mover, mine: Failure, doing: str, left: str = UNCHANGED) -> None:
     """`raise_together` after all ranks have told each other.
 
     Args:
         mover: the choke point.
         mine: this rank's own failure.
         doing: what was going on.
+        left: what has become of the state.
     """
     try:
-        raise_together(mover.transport.gather_objects(str(mine)), mine, doing)
+        raise_together(mover.transport.gather_objects(str(mine)), mine, doing, left)
     finally:
         mine.take()  # also where a simulated peer has ended this rank
 
 
-def _rank_failed(failures: list[str], failed: list[int], doing: str) -> RankError:
+def _rank_failed(failures: list[str], failed: list[int], doing: str, left: str) -> RankError:
     first = failed[0]
     return RankError(
         f"Rank {first} failed in {doing}"
         + (f", and {len(failed) - 1} more." if len(failed) > 1 else "."),
         where=f"rank {first} of {len(failures)}",
         facts=failures[first].splitlines(),
-        why="A step is one program on all ranks: it succeeds on all of them or on none. "
-        "The state that was passed in is unchanged.",
+        why=f"A step is one program on all ranks: it succeeds on all of them or on none. {left}",
         fix="see the failure of that rank above",
         rank=first,
         failed=len(failed),

@@ -8,7 +8,7 @@ share; see [Note: a step in several calls]. Its bits do not depend on how a grou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from shardwise.sharding.buckets import Group
 from shardwise.sharding.opt_state import is_over, split
 from shardwise.sharding.pytree import tree_unflatten
 from shardwise.transforms.rounding import Rounding
+from shardwise.transforms.settle import Failure
 from shardwise.transforms.step import Step
 
 
@@ -29,10 +30,14 @@ class Streamed:
         step: all of it.
         store: reads and writes.
         rounding: of state that rests in 16 bits.
+        vote: told how the drive of this rank did; raises if that of any rank has failed.
     """
 
-    def __init__(self, step: Step, store: Store, rounding: Rounding) -> None:
+    def __init__(
+        self, step: Step, store: Store, rounding: Rounding, vote: Callable[[Failure], None]
+    ) -> None:
         self._step = step
+        self._vote = vote
         self._store = store
         self._rounding = rounding
         self._stepping = step.stepping
@@ -49,6 +54,17 @@ class Streamed:
         self._done = [
             dict(leaf) if is_over(leaf, self._stepping.keys) else leaf for leaf in self._leaves
         ]
+        failure = Failure()
+        try:
+            self._stream(groups)
+        except Exception as error:  # also no memory for buffers: peers wait for this rank
+            failure = Failure(error)
+        self._vote(failure)
+        if not self._stepping.calls:
+            return tree_unflatten(self._spec, self._done)
+        return self._step.run(opt, self._done)
+
+    def _stream(self, groups: Sequence[Group]) -> None:
         flats = [self._flats(group) for group in groups]
         self._store.stream(
             [self._piece(*pair) for pair in zip(groups, flats, strict=True)],
@@ -56,9 +72,6 @@ class Streamed:
                 groups[number], list(flats[number]), (start, stop), tensors
             ),
         )
-        if not self._stepping.calls:
-            return tree_unflatten(self._spec, self._done)
-        return self._step.run(opt, self._done)
 
     def _piece(self, group: Group, flats: Mapping[int, Tensor]) -> Piece:
         """Parameter and state, then what the parameter is rounded to, then the gradient."""

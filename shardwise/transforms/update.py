@@ -13,16 +13,19 @@ from shardwise.optim.norms import Norm
 from shardwise.sharding.buckets import Bucket, Route
 from shardwise.sharding.gradients import Grads
 from shardwise.sharding.leaves import Flats
-from shardwise.sharding.movement import Mover
+from shardwise.sharding.movement import Mover, packed_sum
 from shardwise.sharding.opt_state import is_over, split
 from shardwise.sharding.redistribute import route_items, run_route
 from shardwise.sharding.state import State
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.norms import run_norms
 from shardwise.transforms.rounding import Rounding, narrowed, rounded_params, widened
+from shardwise.transforms.settle import Failure, raise_failure
 from shardwise.transforms.step import Step
 from shardwise.transforms.stepping import Stepping
 from shardwise.transforms.streaming import Streamed
+
+_DEAD = "Some of the state may be stepped and some not: go on from the last checkpoint."
 
 
 @torch.no_grad()
@@ -75,7 +78,13 @@ def run_update(
     rounding = Rounding(int(state.seed), int(state.step), mover.mesh, mover.coords)
     opt_flats = widened(lowering.stepping, state.opt_flats)
     unused.note(step.params, opt_flats)
-    opt_flats = Streamed(step, store, rounding).run(opt_flats)
+
+    def vote(failure: Failure) -> None:
+        failed = torch.tensor([float(bool(str(failure)))], dtype=torch.float64, device=store.device)
+        if packed_sum(mover, failed, lowering.drive_items).item():
+            raise_failure(mover, failure, "the update", _DEAD)
+
+    opt_flats = Streamed(step, store, rounding, vote).run(opt_flats)
     for view in unused.restore(step.params, opt_flats, step.outs):
         store.forget(view)
     opt_flats = narrowed(lowering.stepping, state.opt_flats, opt_flats, rounding)
