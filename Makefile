@@ -30,6 +30,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.checkpoints
 	$(BIN)/python -m benchmarks.cpu_step
 	$(BIN)/python -m benchmarks.disk_engine
+	$(BIN)/python -m benchmarks.disk_training
 
 # torch first and alone: it is most of the download, and its version decides the rest.
 $(INSTALLED): pyproject.toml constraints.txt

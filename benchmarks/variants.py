@@ -127,14 +127,14 @@ def fsdp2(config: GPTConfig, *, reshard: bool) -> Variant:
     )
 
 
-def shardwise(config: GPTConfig, level: int) -> Variant:
+def shardwise(config: GPTConfig, level: int, *transforms: sw.Transform) -> Variant:
     """This project; level 0 is the replicated plan."""
 
     def loss_fn(model: nn.Module, batch: Batch) -> sw.Mean:
         return sw.Mean.of_tokens(mean_loss(model, batch), batch["labels"])
 
     model = make_model(config)
-    plan = sw.plan(model, sw.Mesh(fsdp=dist.get_world_size()), sw.zero(level, "fsdp"))
+    plan = sw.plan(model, sw.Mesh(fsdp=dist.get_world_size()), sw.zero(level, "fsdp"), *transforms)
     optimizer = sw.optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     program = sw.lower(plan, loss_fn, optimizer).bind(device="cpu")
     states = [program.init(sw.from_module(model))]
@@ -158,19 +158,35 @@ def shardwise(config: GPTConfig, level: int) -> Variant:
     )
 
 
-def deepspeed(config: GPTConfig, stage: int, rows: int) -> Variant:
-    """DeepSpeed with its default buckets, torch's fused AdamW and no clipping."""
+def deepspeed(config: GPTConfig, stage: int, rows: int, nvme: str | None = None) -> Variant:
+    """DeepSpeed with its default buckets, torch's fused AdamW and no clipping.
+
+    With its optimizer on a drive it steps with a kernel of its own, and reads and writes ahead.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed as ds  # noqa: PLC0415 - an optional peer that takes seconds to import
 
     model = make_model(config)
+    zero: dict[str, Any] = {"stage": stage}
+    optimizer: Any = _adamw(model)
+    if nvme:
+        optimizer = ds.ops.adam.DeepSpeedCPUAdam(
+            model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
+        )
+        zero["offload_optimizer"] = {
+            "device": "nvme",
+            "nvme_path": nvme,
+            "pin_memory": False,
+            "pipeline_read": True,
+            "pipeline_write": True,
+        }
     engine, *_ = ds.initialize(
         model=model,
-        optimizer=_adamw(model),
+        optimizer=optimizer,
         config={
             "train_micro_batch_size_per_gpu": rows,
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "gradient_clipping": 0.0,
@@ -183,7 +199,8 @@ def deepspeed(config: GPTConfig, stage: int, rows: int) -> Variant:
         engine.step()
         return loss.item()
 
-    return Variant(f"DeepSpeed ZeRO-{stage}", step, lambda: held_by(model, _state_of(engine)))
+    name = f"DeepSpeed ZeRO-{stage}{' NVMe' if nvme else ''}"
+    return Variant(name, step, lambda: held_by(model, _state_of(engine)))
 
 
 def _state_of(engine: Any) -> dict[str, Any]:

@@ -46,10 +46,17 @@ class Piece(NamedTuple):
     Attributes:
         written: changed by what is computed.
         read: only read.
+        fresh: only written, every element of them.
     """
 
     written: tuple[Tensor, ...]
     read: tuple[Tensor, ...]
+    fresh: tuple[Tensor, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them, in the order in which they are computed on."""
+        return (*self.written, *self.fresh, *self.read)
 
 
 class _Part(NamedTuple):
@@ -59,7 +66,8 @@ class _Part(NamedTuple):
     mapped: Tensor
     region: Region
     buffer: Tensor
-    written: bool
+    is_read: bool
+    is_written: bool
 
 
 class _Chunk(NamedTuple):
@@ -132,7 +140,7 @@ class Engine:
         Args:
             pieces: see `Piece`.
             compute: called with the number of the piece, the first element, the one after the last,
-                and these elements of `written` and `read`, to be changed in place.
+                and these elements of `written`, `fresh` and `read`, to be changed in place.
 
         Raises:
             OffloadError: a file cannot be read or written. What was computed on before is changed,
@@ -203,7 +211,7 @@ class Engine:
     def _pool_for(self, pieces: Sequence[Piece]) -> Pool:
         counts, largest = [0], [0]
         for piece in pieces:
-            on_disk = [t for t in (*piece.written, *piece.read) if self._region_of(t) is not None]
+            on_disk = [t for t in piece.tensors if self._region_of(t) is not None]
             counts.append(len(on_disk))
             largest += [tensor.nbytes for tensor in on_disk]
         count = self._sets * max(counts)
@@ -216,7 +224,7 @@ class Engine:
     def _cuts(self, pieces: Sequence[Piece]) -> Iterator[tuple[int, int, int]]:
         """Piece, start and stop of each chunk; whole pages of every dtype."""
         for number, piece in enumerate(pieces):
-            tensors = (*piece.written, *piece.read)
+            tensors = piece.tensors
             widest = max(tensor.element_size() for tensor in tensors)
             step = max(self._chunk_bytes // widest // PAGE_BYTES, 1) * PAGE_BYTES
             length = tensors[0].numel()
@@ -229,7 +237,9 @@ class Engine:
         tensors: list[Tensor] = []
         parts: list[_Part] = []
         reads: list[Future[None]] = []
-        for index, whole in enumerate((*piece.written, *piece.read)):
+        num_old = len(piece.written)
+        num_written = num_old + len(piece.fresh)
+        for index, whole in enumerate(piece.tensors):
             mapped = whole[start:stop]
             region = self._region_of(mapped)
             if region is None:
@@ -238,9 +248,11 @@ class Engine:
             buffer = pool.take()
             skipped = region.offset % PAGE_BYTES
             values = buffer[skipped : skipped + region.nbytes].view(mapped.dtype)
-            parts.append(_Part(values, mapped, region, buffer, index < len(piece.written)))
+            is_read, is_written = not num_old <= index < num_written, index < num_written
+            parts.append(_Part(values, mapped, region, buffer, is_read, is_written))
             tensors.append(values)
-            reads += self._read(region, buffer)
+            if is_read:
+                reads += self._read(region, buffer)
         return _Chunk(number, start, stop, tensors, parts, reads)
 
     def _read(self, region: Region, buffer: Tensor) -> list[Future[None]]:
@@ -256,14 +268,16 @@ class Engine:
     def _write(self, chunk: _Chunk) -> list[Future[None]]:
         futures: list[Future[None]] = []
         for part in chunk.parts:
-            if not part.written:
+            if not part.is_written:
                 continue
             if self._sums is not None:
                 self._sums[_sum_key(part.region)] = _sum(part.values)
             region = part.region
             stop = region.offset + region.nbytes
             first = padded(region.offset)
-            last = region.end if padded(stop) == region.end else stop - stop % PAGE_BYTES
+            # The buffer has what lies behind the tensor in its last page, if it was read.
+            whole = part.is_read and padded(stop) == region.end
+            last = region.end if whole else stop - stop % PAGE_BYTES
             if first >= last:
                 part.mapped.copy_(part.values)
                 continue
@@ -289,7 +303,7 @@ class Engine:
         if not self._sums:
             return
         for part in chunk.parts:
-            known = self._sums.get(_sum_key(part.region))
+            known = self._sums.get(_sum_key(part.region)) if part.is_read else None
             found = _sum(part.values) if known is not None else None
             if known != found:
                 raise _changed(part.region, known, found)

@@ -75,11 +75,10 @@ class Streamed:
 
     def _piece(self, group: Group, flats: Mapping[int, Tensor]) -> Piece:
         """Parameter and state, then what the parameter is rounded to, then the gradient."""
-        written = [self._step.params[group.key], *flats.values()]
-        if group.key in self._step.outs:
-            written.append(self._step.outs[group.key])
+        written = (self._step.params[group.key], *flats.values())
+        outs = (self._step.outs[group.key],) if group.key in self._step.outs else ()
         # On the host already, unless the device has memory of its own.
-        return Piece(tuple(written), (self._step.grads[group.key].cpu(),))
+        return Piece(written, (self._step.grads[group.key].cpu(),), outs)
 
     def _flats(self, group: Group) -> dict[int, Tensor]:
         """The flat state of a group, by position among the leaves."""

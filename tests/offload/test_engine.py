@@ -88,6 +88,27 @@ def test_24_bytes_per_parameter(folder: Folder) -> None:
     assert engine.pool.high_water == engine.pool.count
 
 
+@pytest.mark.parametrize("skip", [0, 7])
+def test_what_is_only_written_is_not_read(folder: Folder, skip: int) -> None:
+    length = 3 * CHUNK // 4 + 50
+    around = on_disk(folder, torch.full((length + 2 * skip,), -1.0))
+    fresh = around[skip : skip + length]
+    engine = Engine(folder.region, chunk_bytes=CHUNK, threads=2, debug=True)
+    source = torch.randn(length)
+
+    def copy(number: int, start: int, stop: int, tensors: Sequence[Tensor]) -> None:
+        target, values = tensors
+        target.copy_(values)
+
+    for _ in range(2):  # the second time debug knows a sum, of what is written over
+        engine.stream([Piece((), (source,), (fresh,))], copy)
+        assert torch.equal(fresh, source)
+        source = source + 1
+    assert engine.read_bytes == 0
+    ends = torch.cat([around[:skip], around[skip + length :]])
+    assert torch.equal(ends, torch.full_like(ends, -1.0))
+
+
 def test_the_next_chunk_is_read_while_one_is_computed_on(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
