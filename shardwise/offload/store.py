@@ -3,7 +3,8 @@
 [Note: what is copied]
 Where the device is the CPU, host memory is the device's own: nothing is copied to step what rests
 there, or to gather it. With an accelerator copies run on a stream of their own, from and to pinned
-memory. What is on disk is read and written around the page cache; see `engine`.
+memory. What is on disk is read and written around the page cache; see `engine`, and `direct` for
+GPUs that read by themselves.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardwise.offload.direct import DirectReads, direct_reads
 from shardwise.offload.engine import Compute, Engine, Piece, Reading
 from shardwise.offload.files import Folder, Region
 from shardwise.sharding.tiers import DEVICE, Memories, Tier
@@ -49,6 +51,15 @@ class Store(Memories):
         self._debug = debug
         self._folders: dict[str, Folder] = {}
         self._engine: Engine | None = None
+        self._direct: DirectReads | None = None
+        self._looked = False
+
+    @property
+    def direct(self) -> DirectReads | None:
+        """What reads files past host memory, if anything can; see [Note: GPUDirect]."""
+        if not self._looked and not self._debug:  # debug sums up what comes through the engine
+            self._looked, self._direct = True, direct_reads(self.device)
+        return self._direct
 
     @property
     def _pins(self) -> bool:
@@ -107,7 +118,10 @@ class Store(Memories):
         Args:
             flat: on any tier.
         """
-        if self.region(flat) is not None:
+        region = self.region(flat)
+        if region is not None and self.direct is not None:
+            return self.direct.fetch(region, flat)
+        if region is not None:
             return _FromDisk(self.engine.fetch(flat), self.device)
         if not self._pins or flat.device == self.device:
             return _Here(flat)
