@@ -18,7 +18,7 @@ from shardwise.offload.direct import DirectReads, direct_reads
 from shardwise.offload.files import Folder
 from shardwise.offload.store import Store
 from shardwise.sharding.errors import OffloadError
-from shardwise.sharding.host_pages import PAGE_BYTES
+from shardwise.sharding.host_pages import PAGE_BYTES, bytes_of
 
 
 class File:
@@ -40,7 +40,7 @@ class File:
         def get() -> int:
             if File.broken:
                 raise RuntimeError("KvikIO failure at: posix_io.cpp: EIO")
-            moved = os.preadv(self._file, [memoryview(buf.numpy())], file_offset)
+            moved = os.preadv(self._file, [bytes_of(buf)], file_offset)
             return moved - 1 if File.short else moved
 
         return SimpleNamespace(get=get)
