@@ -171,7 +171,7 @@ class Group:
         if type(tensor) is not Tensor or tensor.device != self._keeper.device or _is_odd(tensor):
             return None
         tensor, storage = tensor.detach(), tensor.untyped_storage()
-        start, nbytes = _span(tensor)
+        start, nbytes = span(tensor)
         if nbytes < MIN_BYTES:
             return None
         start, nbytes = start - start % _ALIGNMENT, nbytes + start % _ALIGNMENT
@@ -246,8 +246,12 @@ def _is_odd(tensor: Tensor) -> bool:
     return tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg()
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Where the elements of a view begin in its storage, and how many bytes they span."""
+def span(tensor: Tensor) -> tuple[int, int]:
+    """Where the elements of a view begin in its storage, and how many bytes they span.
+
+    >>> span(torch.zeros(4, 6)[1:3, 2:4])
+    (32, 32)
+    """
     if not tensor.numel():
         return 0, 0
     reach = sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride()))

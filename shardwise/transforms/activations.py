@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.offload.saved import MIN_BYTES
+from shardwise.offload.saved import MIN_BYTES, span
 from shardwise.transforms.regions import Region
 from shardwise.transforms.replaying import Kept, Recording
 
@@ -184,7 +184,7 @@ class Activations:
         for tensor in kept.tensors:
             self._add(tensor, call)
         for tensor in inputs if around is None else ():
-            self._saved.add(tensor)
+            self._add(tensor, self._around[-1] if self._around else None)
         again = [made.flops for made in kept.made.values() if made.at_flops < opened.last]
         self._flops += opened.last - opened.start - sum(again)
         made = _Storages([*self._known, *inputs, *kept.tensors])
@@ -205,7 +205,7 @@ class Activations:
 
     def _add(self, tensor: Tensor, call: _Call | None) -> None:
         """Count what is held from forward to backward, on a tier or, without one, on the device."""
-        if call is None or tensor.nbytes < MIN_BYTES:
+        if call is None or span(tensor)[1] < MIN_BYTES:
             self._saved.add(tensor)
         else:
             call.saved.add(tensor)

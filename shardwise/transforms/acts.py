@@ -12,7 +12,7 @@ which nothing could free then but its own backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ from shardwise.transforms.binding import Stage
 from shardwise.transforms.checks import Packing
 from shardwise.transforms.outputs import place
 from shardwise.transforms.runtime import Engine
-from shardwise.transforms.unit_runtime import UnitRuntime
 
 
 class SavedValues:
@@ -38,20 +37,20 @@ class SavedValues:
     Args:
         acts: from the plan.
         keeper: puts values on tiers.
-        units: whose weights are no saved values.
-        module: whose buffers are none either.
+        engine: knows weights and batch, which are there anyway.
+        module: whose buffers are as well.
     """
 
     def __init__(
         self,
         acts: FrozenMap[str, Acts],
         keeper: Keeper,
-        units: Iterable[UnitRuntime],
+        engine: Engine,
         module: nn.Module,
     ) -> None:
         self._acts = acts
         self._keeper = keeper
-        self._units = tuple(units)
+        self._engine = engine
         self._module = module
         self._resting: frozenset[int] = frozenset()
 
@@ -67,9 +66,9 @@ class SavedValues:
         ):
             return nullcontext()
         if not self._keeper.num_alive:  # the first call of a pass
-            keys = [key for unit in self._units for key in unit.storage_keys]
+            keys = [key for unit in self._engine.units.values() for key in unit.storage_keys]
             keys += [storage_key(buffer) for buffer in self._module.buffers() if place(buffer)]
-            self._resting = frozenset(keys)
+            self._resting = self._engine.given.union(keys)
         acts = self._acts[path]
         group = Group(self._keeper, acts.tier, acts.prefetch)
         checks = outer if outer is not None and isinstance(outer[0], Packing) else None
@@ -92,7 +91,7 @@ def keep_saved_values(
     """
     keeper = Keeper(memories)
     module = stage.template.module
-    engine.saving = SavedValues(acts, keeper, engine.units.values(), module).around
+    engine.saving = SavedValues(acts, keeper, engine, module).around
     stage.keep_with(keeper)
 
 

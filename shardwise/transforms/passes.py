@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.sharding.compat import storage_key
 from shardwise.sharding.leaves import Flats
 from shardwise.sharding.movement import Mover, packed_sum
+from shardwise.sharding.pytree import tree_leaves
 from shardwise.sharding.rng import key, keyed
 from shardwise.sharding.state import State
 from shardwise.transforms.binding import Stage
@@ -23,6 +25,7 @@ from shardwise.transforms.faults import explained
 from shardwise.transforms.loss import Loss, parse_loss
 from shardwise.transforms.lowering import Lowering
 from shardwise.transforms.micro import MicroBatches, cut_batch, not_for_eval
+from shardwise.transforms.outputs import place
 from shardwise.transforms.refitting import EventsOf, Items, fitted_eval, fitted_step
 from shardwise.transforms.runtime import Engine
 from shardwise.transforms.scalars import changed_metrics, changed_terms, other_counts
@@ -223,6 +226,8 @@ class Passes:
         return loss, Failure()
 
     def _loss(self, lowering: Lowering, batch: Any) -> Loss:
+        leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        self._engine.given = frozenset(storage_key(leaf) for leaf in leaves if place(leaf))
         loss = parse_loss(lowering.loss_fn(self._stage.template.module, batch), batch)
         if tuple(loss.terms) != lowering.terms:
             raise changed_terms(tuple(loss.terms), lowering.terms, lowering.notes)

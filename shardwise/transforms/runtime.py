@@ -38,6 +38,7 @@ class Engine:
         self.saving: Callable[[str], AbstractContextManager[Any]] = lambda path: nullcontext()
         self.phase = "idle"
         self.used: set[str] = set()
+        self.given: frozenset[int] = frozenset()  # storages of the batch of a pass
         self._tokens: list[Tensor] = []
         self._bound = BoundUnits(units.values())
         self._calls: list[Call] = []

@@ -6,6 +6,7 @@ import itertools
 import logging
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.kernels import native, recipes
+import shardwise as sw
+from shardwise.kernels import native, recipes, step
 from shardwise.kernels.step import Group, reference_, squares, step_, takes
 
 pytestmark = [
@@ -108,6 +110,35 @@ def test_neither_cuts_nor_threads_change_a_bit(
     assert equal(whole, parts)
 
 
+def test_several_callers_at_once_do_not_disturb_each_other() -> None:
+    """Each Python thread has threads of the kernel's own."""
+    ours = [make("adamw", 100_003 + n, torch.float32, torch.bfloat16, None) for n in range(4)]
+    theirs = [copied(one) for one in ours]
+    for one in theirs:
+        step_(RECIPES["adamw"], [one])
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda one: step_(RECIPES["adamw"], [one]), ours))
+    assert all(map(equal, ours, theirs))
+
+
+def stepped_in_a_rank() -> float:
+    """What two threads of the kernel make of a group."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        group = make("adamw", 300_001, torch.float32, torch.float32, None)
+        step_(RECIPES["adamw"], [group])
+        return squares(group.param)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(120)
+def test_ranks_of_a_parent_that_has_used_its_threads() -> None:
+    assert sw.spawn(stepped_in_a_rank, ranks=2, timeout=90) == [stepped_in_a_rank()] * 2
+
+
 def test_many_threads_give_the_bits_of_one() -> None:
     one = make("adamw", 300_001, torch.float32, torch.float32, None)
     two = copied(one)
@@ -123,7 +154,9 @@ def test_many_threads_give_the_bits_of_one() -> None:
     assert sums == {squares(one.param)}
 
 
-def test_the_portable_build_gives_the_same_bits(tmp_path: Path) -> None:
+def test_the_portable_build_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = next(filter(None, map(native.shutil.which, ("cc", "gcc", "clang"))))
     flags = (*native.FLAGS, "-DSW_PORTABLE")
     portable = native.load(native.build(compiler, flags=flags, folder=tmp_path))
@@ -132,6 +165,17 @@ def test_the_portable_build_gives_the_same_bits(tmp_path: Path) -> None:
     partial = torch.zeros(8, dtype=torch.float64)
     told = portable.sw_squares(values.data_ptr(), values.numel(), 0, 1, partial.data_ptr())
     assert told == squares(values)
+    for name in RECIPES:
+        for grad in (torch.float32, torch.bfloat16, torch.float16):
+            shadow = None if grad == torch.float32 else grad
+            fast = make(name, 5003, torch.float32, grad, shadow)
+            slow = copied(fast)
+            assert takes(fast)
+            step_(RECIPES[name], [fast], scale=0.37)
+            with monkeypatch.context() as patch:
+                patch.setattr(step, "library", lambda: portable)
+                step_(RECIPES[name], [slow], scale=0.37)
+            assert equal(fast, slow)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES])
