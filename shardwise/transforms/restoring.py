@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.sharding.checkpoint.ahead import ReadAhead
 from shardwise.sharding.checkpoint.extra import EXTRA, targets_of, tree_of, unpack_extra
 from shardwise.sharding.checkpoint.folders import resolve
 from shardwise.sharding.checkpoint.latest import manifest_text
@@ -167,10 +166,8 @@ def restore_state(
     directory = directory_of(source.path)
     failure: Exception | None = None
     match: _Match | None = None
-    files = sorted({chunk.file for stored in manifest.tensors for chunk in stored.chunks})
     try:
-        with ReadAhead(directory, files, turn=mover.rank, turns=mover.mesh.size):
-            match = _match(source, manifest, lowering, home)
+        match = _match(source, manifest, lowering, home)
         if match.needs_init and seed is None:
             seed = _saved_seed(manifest, directory)
     except Exception as error:
